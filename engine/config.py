@@ -1,0 +1,38 @@
+"""The engine's settings. Each docstring under a field is its help text on the command line."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How the engine computes, how much it holds and how much it takes on."""
+
+    dtype: Dtype = "auto"
+    """Type of weights, activations and cache; auto is float32 on a CPU and bfloat16 on a GPU."""
+    device: str = "auto"
+    """Where the model runs: cpu, cuda, cuda:1; auto takes a GPU where there is one."""
+    num_threads: int = 0
+    """CPU threads for the model; 0 uses every core."""
+    block_size: int = 16
+    """Tokens in one block of the KV cache."""
+    kv_cache_bytes: int = 0
+    """Memory for the KV cache; 0 takes a quarter of what is free, 4 GiB at most on a CPU."""
+    max_context_tokens: int = 0
+    """Longest prompt plus answer; 0 is the model's own limit."""
+    max_batch_tokens: int = 512
+    """Tokens computed in one step over all sequences: prompt chunks, roots and drafts."""
+    max_chunk_tokens: int = 256
+    """Tokens of one prompt computed in one step; a shorter chunk shares steps more evenly."""
+    max_running_requests: int = 32
+    """Sequences that hold cache blocks at the same time; more wait in the queue."""
+    max_queued_requests: int = 256
+    """Requests that may wait; one more is refused with RESOURCE_EXHAUSTED."""
+    max_queued_prompt_tokens: int = 262_144
+    """Prompt tokens that may wait; a bound on the time to first token."""
+    prefix_cache: bool = True
+    """Share the blocks of equal prompt prefixes between requests."""
+    max_draft_tokens: int = 8
+    """Nodes drafted for one sequence in one step, 63 at most; 0 turns speculation off."""
