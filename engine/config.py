@@ -36,3 +36,25 @@ class EngineConfig:
     """Share the blocks of equal prompt prefixes between requests."""
     max_draft_tokens: int = 8
     """Nodes drafted for one sequence in one step, 63 at most; 0 turns speculation off."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for settings that cannot work together."""
+        if not 0 <= self.max_draft_tokens < 64:
+            raise ValueError(
+                f"max_draft_tokens is {self.max_draft_tokens}; 0 to 63 are allowed, since an ancestor "
+                "mask has 64 bits"
+            )
+        for name in (
+            "block_size",
+            "max_running_requests",
+            "max_chunk_tokens",
+            "max_queued_requests",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_batch_tokens <= self.max_running_requests:
+            raise ValueError(
+                f"max_batch_tokens is {self.max_batch_tokens}; it must be more than "
+                f"max_running_requests ({self.max_running_requests}), so that prompts get a turn "
+                "beside sequences that decode"
+            )

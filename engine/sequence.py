@@ -1,8 +1,9 @@
 """Sequence: the live state of one request. Owned and changed by the engine thread alone."""
 
 from collections import Counter
+from collections.abc import Sequence as Seq
 
-from headway.engine.request import Request, SpeculationStats, Timing
+from headway.engine.request import Finish, FinishReason, Request, SpeculationStats, Timing
 
 
 class Sequence:
@@ -46,7 +47,21 @@ class Sequence:
         """Tokens whose keys and values are not in the cache; at least one, the root of a tree."""
         return len(self.tokens) - self.num_computed
 
-    def append(self, token_ids: list[int]) -> None:
-        """Add generated tokens."""
-        self.tokens.extend(token_ids)
-        self.output_counts.update(token_ids)
+    def extend(self, token_ids: Seq[int], eos_token_ids: Seq[int]) -> Finish | None:
+        """Append generated tokens up to the first that ends the sequence, and say why it ended.
+
+        What follows an end is dropped: a run of accepted drafts may reach past it.
+        """
+        stopping = self.request.stopping
+        for token_id in token_ids:
+            if self.num_generated >= stopping.max_new_tokens:
+                break
+            self.tokens.append(token_id)
+            self.output_counts[token_id] += 1
+            if token_id in eos_token_ids and not stopping.ignore_eos:
+                return Finish(FinishReason.EOS, token_id)
+            if token_id in stopping.stop_token_ids:
+                return Finish(FinishReason.STOP_TOKEN, token_id)
+        if self.num_generated >= stopping.max_new_tokens:
+            return Finish(FinishReason.LENGTH)
+        return None

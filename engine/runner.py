@@ -1,0 +1,70 @@
+"""ModelRunner: one pass of a transformers model over a ForwardInput. Knows no requests."""
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from headway.engine.batch import ForwardInput
+from headway.engine.errors import ModelLoadError
+
+
+class ForwardOutput(NamedTuple):
+    """T rows, R rows with logits."""
+
+    logits: torch.Tensor
+    """[R, vocabulary] float32, of ForwardInput.logit_rows."""
+    hidden: torch.Tensor
+    """[T, hidden size]: last hidden states, after the model's final norm."""
+
+
+class ModelRunner:
+    """Runs the decoder over all rows and the output head over those whose logits are wanted."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        untyped: Any = model
+        self._model = untyped
+        self._decoder = untyped.get_decoder()
+        self._head = untyped.get_output_embeddings()
+        self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+
+    @torch.inference_mode()
+    def forward(self, forward_input: ForwardInput) -> ForwardOutput:
+        """Compute every row, write its keys and values to the cache."""
+        hidden = self._decoder(
+            input_ids=forward_input.token_ids[None],
+            position_ids=forward_input.positions[None],
+            use_cache=False,
+            forward_input=forward_input,
+        ).last_hidden_state[0]
+        return ForwardOutput(self.project(hidden[forward_input.logit_rows]), hidden)
+
+    @torch.inference_mode()
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocabulary] float32 of hidden states [n, hidden size]."""
+        logits: torch.Tensor = self._head(hidden).float()
+        if self._softcap is not None:
+            logits = self._softcap * torch.tanh(logits / self._softcap)
+        return logits
+
+    @torch.inference_mode()
+    def warm_up(self, forward_input: ForwardInput) -> None:
+        """Run once, and check that decoder plus `project` is what the model's own class computes.
+
+        A class may scale or bend its logits in ways that `project` does not know; such a model is
+        refused with ModelLoadError rather than served wrong.
+        """
+        ours = self.forward(forward_input).logits
+        theirs = self._model(
+            input_ids=forward_input.token_ids[None],
+            position_ids=forward_input.positions[None],
+            use_cache=False,
+            logits_to_keep=forward_input.logit_rows,
+            forward_input=forward_input,
+        ).logits[0]
+        difference = (ours - theirs.float()).abs().max().item()
+        if not difference <= 1e-3 * max(1.0, theirs.abs().max().item()):
+            raise ModelLoadError(
+                f"{type(self._model).__name__} computes its logits in a way this server does not know "
+                f"(they differ by {difference:.3g}); serve a model of another family"
+            )

@@ -1,0 +1,87 @@
+"""Attention over a paged cache in plain torch: the truth that fast bodies are compared with."""
+
+import torch
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    *,
+    block_tables: torch.Tensor,
+    block_size: int,
+    cu_lengths: torch.Tensor,
+    context_lengths: torch.Tensor,
+    span_lengths: torch.Tensor,
+    positions: torch.Tensor,
+    tree_masks: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """See kernels/attention.py. Works through the sequences one by one."""
+    output = torch.empty_like(query)
+    starts: list[int] = cu_lengths.tolist()
+    contexts: list[int] = context_lengths.tolist()
+    spans: list[int] = span_lengths.tolist()
+    for index, (context, span) in enumerate(zip(contexts, spans, strict=True)):
+        rows = slice(starts[index], starts[index + 1])
+        num_keys = context + rows.stop - rows.start
+        slots = _slots(block_tables[index], block_size, num_keys)
+        mask = None
+        if num_keys > context + 1 or (window is not None and num_keys > window):
+            mask = visible_keys(context, span, positions[rows], tree_masks[rows], window)
+        output[rows] = _attend(
+            query[rows], key_cache[slots], value_cache[slots], mask, scale, softcap
+        )
+    return output
+
+
+def visible_keys(
+    context: int,
+    span: int,
+    positions: torch.Tensor,
+    tree_masks: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
+    """Which keys each row of one sequence sees: bool [rows, context + rows].
+
+    positions, tree_masks: [rows] int64, as in kernels/attention.py.
+    """
+    device = positions.device
+    num_nodes = len(positions) - span
+    own = torch.arange(context + span, device=device)
+    key_positions = torch.cat([own, positions[span:]])
+    nodes = torch.arange(1, num_nodes + 1, device=device)
+    visible = torch.cat([own <= positions[:, None], (tree_masks[:, None] >> nodes) & 1 == 1], dim=1)
+    if window is not None:
+        visible &= positions[:, None] - key_positions < window
+    return visible
+
+
+def _slots(block_table: torch.Tensor, block_size: int, num_tokens: int) -> torch.Tensor:
+    """Slots of a sequence's first `num_tokens` tokens, int64."""
+    offsets = torch.arange(block_size, device=block_table.device)
+    return (block_table[:, None].long() * block_size + offsets).flatten()[:num_tokens]
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """query [rows, H, D], key and value [keys, G, D], mask [rows, keys] -> [rows, H, D]."""
+    num_rows, num_heads, head_size = query.shape
+    num_groups = key.shape[1]
+    grouped = query.view(num_rows, num_groups, -1, head_size).permute(1, 2, 0, 3)
+    scores = torch.matmul(grouped.float(), key.permute(1, 2, 0)[:, None].float()) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    weights = torch.softmax(scores, dim=-1)
+    mixed = torch.matmul(weights, value.permute(1, 0, 2)[:, None].float())
+    return mixed.permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_size).to(query.dtype)
