@@ -66,7 +66,7 @@ class SuffixDrafter:
         self._automata: dict[str, SuffixAutomaton] = {}
 
     def propose(self, sequences: Seq[Sequence], max_drafted: Seq[int]) -> list[DraftTree]:
-        """Draft for each sequence a tree under its last token, of at most `max_drafted[i]` drafts."""
+        """Draft for each sequence a tree of at most `max_drafted[i]` nodes under its root."""
         budgets = list(zip(sequences, max_drafted, strict=True))
         self._catch_up([sequence for sequence, num_drafts in budgets if num_drafts > 0])
         return [self._draft(sequence, num_drafts) for sequence, num_drafts in budgets]
@@ -101,7 +101,7 @@ class SuffixDrafter:
 
 
 class Candidate(NamedTuple):
-    """A token that may come next. Sorts by survival, then by the age of its parent, then by rank."""
+    """A token that may come next. Sorts by survival, then by age of its parent, then by rank."""
 
     negative_survival: float
     parent: int

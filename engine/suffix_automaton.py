@@ -12,11 +12,12 @@ MAX_COUNTED = 32
 class SuffixAutomaton:
     """The smallest automaton of all runs of a text, extended token by token.
 
-    Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); amortised O(1)
-    a token. A state is a set of runs that end at the same places. It is known by the longest of
-    them, of `lengths[state]` tokens; state 0 is the empty run. `links[state]` is the longest suffix
-    of these runs that also ends elsewhere, so the link of the whole text is the longest suffix that
-    occurred before: the match needs no search. `counts[state]` says at how many places they end.
+    Blumer et al., "The smallest automaton recognizing the subwords of a text" (1985); amortised
+    O(1) a token. A state is a set of runs that end at the same places. It is known by the longest
+    of them, of `lengths[state]` tokens; state 0 is the empty run. `links[state]` is the longest
+    suffix of these runs that also ends elsewhere, so the link of the whole text is the longest
+    suffix that occurred before: the match needs no search. `counts[state]` says at how many places
+    the runs end.
 
     Example, text 7 8 9 7 8:
 
@@ -33,11 +34,11 @@ class SuffixAutomaton:
     says that 9 came after it, counts[3] = 1 time.
 
     Adding a place to the counts means a walk up all links, which in "a a a a" are as many as the
-    text has tokens; the walk stops after MAX_COUNTED. Counts of runs far inside much longer repeated
-    ones are then too low, never zero. They only rank drafts.
+    text has tokens; the walk stops after MAX_COUNTED. Counts of runs far inside much longer
+    repeated ones are then too low, never zero. They only rank drafts.
 
-    Memory: at most 2 states and 3 transitions a token, which is 0.4 kB a token of prose and 0.6 kB of
-    random text of two tokens. Time: 1 to 2 us a token.
+    Memory: at most 2 states and 3 transitions a token, which is 0.4 kB a token of prose and 0.6 kB
+    of random text of two tokens. Time: 1 to 2 us a token.
     """
 
     def __init__(self) -> None:
