@@ -32,6 +32,14 @@ class SuffixConfig:
     max_indexed_tokens: int = 2048
     """Tokens added to the automata in one step, over all sequences; about 2 us each."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for settings with which nothing could be drafted."""
+        for name in ("min_match", "max_depth", "max_indexed_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.min_survival <= 1:
+            raise ValueError(f"min_survival is {self.min_survival}; it is a chance, from 0 to 1")
+
 
 class SuffixDrafter:
     """Drafts from one suffix automaton per sequence, over its prompt and its answer.
@@ -139,7 +147,7 @@ def candidates_after(
     if not automaton.transitions[state]:  # The text ends here; go on from its match.
         state = automaton.match
         length = automaton.lengths[state]
-    if length < config.min_match or node.depth >= config.max_depth:
+    if length < config.min_match or node.depth == config.max_depth:
         return []
     targets, counts = automaton.transitions[state], automaton.counts
     num_seen = sum(counts[target] for target in targets.values())

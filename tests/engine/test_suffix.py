@@ -2,6 +2,7 @@
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_the_way_a_text_grew_does_not_matter(piece: int) -> None:
     for start in range(11, len(text), piece):
         drafter.propose([sequence], [8])
         drafter.observe([Commit(sequence, None)])
-        sequence.append(text[start : start + piece])
+        sequence.extend(text[start : start + piece], eos_token_ids=())
     assert drafter.propose([sequence], [8]) == [draft(text, 8)]
 
 
@@ -153,7 +154,7 @@ def test_a_long_prompt_is_indexed_over_steps_and_holds_up_no_short_one() -> None
     for _ in range(4):
         trees = drafter.propose([long, short], [2, 1])
         drafted.append([tree.num_drafted for tree in trees])
-        short.append([11 - short.tokens[-1]])
+        short.extend([11 - short.tokens[-1]], eos_token_ids=())
     assert drafted == [[0, 1], [0, 1], [2, 1], [2, 1]]
 
 
@@ -164,3 +165,17 @@ def test_a_sequence_that_may_not_draft_costs_no_indexing() -> None:
         DraftTree.root_only(1),
         DraftTree.chain(5, [6]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_match": 0}, "min_match is 0; it must be at least 1"),
+        ({"max_depth": 0}, "max_depth is 0; it must be at least 1"),
+        ({"max_indexed_tokens": -1}, "max_indexed_tokens is -1; it must be at least 1"),
+        ({"min_survival": 1.5}, "min_survival is 1.5; it is a chance, from 0 to 1"),
+    ],
+)
+def test_settings_that_cannot_draft_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SuffixConfig(**settings)
