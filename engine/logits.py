@@ -18,6 +18,8 @@ from headway.engine.sequence import Sequence
 _ONE = float(1 << 40)
 """A weight of 1 in fixed point: sums over 2**22 tokens fit 63 bits and keep 12 decimal digits."""
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 @dataclass(frozen=True, slots=True)
 class Context:
@@ -91,8 +93,10 @@ def process(logits: torch.Tensor, context: Context, eos_token_ids: Collection[in
     scores = _mask(scores, context, eos_token_ids)
     _penalise(scores, context)
     if params.temperature == 0:
-        return Law(None, scores)
-    return _filter(scores.div_(params.temperature), params)
+        best = scores.max(-1, keepdim=True)  # the first of equals
+        return Law(best.indices, best.values)
+    scores.div_(params.temperature).clamp_(max=_LARGEST)  # inf - inf would be NaN in the filters
+    return _filter(scores, params)
 
 
 def _add_bias(scores: torch.Tensor, params: SamplingParams) -> None:
@@ -217,15 +221,17 @@ def keep_typical_p(scores: torch.Tensor, typical_p: float) -> torch.Tensor:
     2022). Equals stay together; shapes as `keep_top_k`.
     """
     masses = _masses(scores)
-    possible = _where(masses > 0)
-    masses = masses[possible]
     total = int(masses.sum())
-    below_best = scores.max() - scores[possible]
-    moments = (below_best.neg().exp() * below_best).mul_(_ONE).to(torch.int64)
-    # H = log Z + sum p (best - score), and -log p = log Z + best - score: log Z cancels.
-    strangeness = (below_best - int(moments.sum()) / total).abs_()
     needed = math.ceil(typical_p * total)
-    return possible[strangeness <= _reach(strangeness, masses, needed)]
+    below_best = scores.max() - scores  # inf for what is masked: 0 * inf below is no moment
+    moments = below_best.neg().exp_().mul_(below_best).nan_to_num_(0.0).mul_(_ONE).to(torch.int64)
+    # -log p = log Z + below_best and H = log Z + mean(below_best), so log Z cancels.
+    strangeness = (below_best - int(moments.sum()) / total).abs_()
+    bound = 1.0
+    while int((masses * (strangeness <= bound)).sum()) < needed:
+        bound *= 2
+    near = _where(strangeness <= bound)  # spares sorting the whole vocabulary
+    return near[strangeness[near] <= _reach(strangeness[near], masses[near], needed)]
 
 
 def _masses(scores: torch.Tensor) -> torch.Tensor:

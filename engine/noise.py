@@ -77,7 +77,8 @@ def _noise(seeds: Seq[int], positions: Seq[int], token_ids: torch.Tensor) -> tor
     x.mul_(_signed(0x846CA68B))
     _xor_shift(x, 16, shifted)
     minus_w = x.view(torch.uint32).to(torch.float32).add_(0.5).mul_(-(2.0**-32))
-    return minus_w.clamp_(min=-_LARGEST_W).log1p_().neg_().log_().neg_()
+    noise: torch.Tensor = minus_w.clamp_(min=-_LARGEST_W).log1p_().neg_().log_().neg_()
+    return noise
 
 
 def _xor_shift(x: torch.Tensor, bits: int, shifted: torch.Tensor) -> None:

@@ -124,6 +124,11 @@ class _Walk:
         return Context(self._sequence, tuple(self._token_ids))
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether every token on the way is the likeliest of its row as it is."""
+        return self.context.params.temperature == 0 and is_plain(self.context)
+
+    @property
     def row(self) -> int:
         return self._first_row + self._path[-1]
 
@@ -188,8 +193,6 @@ def _draw_shaped(logits: torch.Tensor, context: Context, eos_token_ids: Collecti
     """Draw from a law with masks, penalties or filters: [V] -> its token."""
     law = process(logits, context, eos_token_ids)
     scores, params = law.log_weights, context.params
-    if params.temperature == 0:
-        return int(scores.max(-1).indices)
     if law.token_ids is None:
         noise = gumbel([params.seed], [context.position], len(scores), scores.device)[0]
         return int((scores + noise).max(-1).indices)
