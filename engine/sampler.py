@@ -19,6 +19,9 @@ from headway.engine.tree import DraftTree
 _PIECE_BYTES = 16 << 20
 """Logits are turned into logprobs in pieces of this size, whatever the length of a prompt."""
 
+_NOISE_TOKENS = 1 << 17
+"""Noise drawn at once on a CPU: its intermediate tensors then stay in the cache."""
+
 _UNUSABLE = (
     "the model's logits are not finite at {}; the fault is in the model or its weights, not in the "
     "request"
@@ -66,28 +69,11 @@ def accept(
     else:
         moving = walks
         while moving:
-            rows = logits[[walk.row for walk in moving]]
-            drawn = draw(rows, [walk.context for walk in moving], eos_token_ids)
+            drawn = _draw(logits, moving, eos_token_ids)
             moving = [
                 walk for walk, token in zip(moving, drawn, strict=True) if walk.advance(token)
             ]
     return [walk.accepted(logits) for walk in walks]
-
-
-def draw(
-    logits: torch.Tensor, contexts: Seq[Context], eos_token_ids: Collection[int] = ()
-) -> list[int | None]:
-    """Draw the next token of each context: logits [R, V] -> R ids, None for a row that is unusable.
-
-    A row may hold -inf, but its largest value must be a finite number.
-    """
-    usable = logits.amax(-1).isfinite().tolist()
-    plain = [i for i, context in enumerate(contexts) if is_plain(context)]
-    drawn = dict(zip(plain, _draw_plain(logits[plain], [contexts[i] for i in plain]), strict=True))
-    for i, context in enumerate(contexts):
-        if usable[i] and i not in drawn:
-            drawn[i] = _draw_shaped(logits[i], context, eos_token_ids)
-    return [drawn[i] if usable[i] else None for i in range(len(contexts))]
 
 
 def prompt_logprobs(
@@ -170,27 +156,47 @@ def _likeliest(logits: torch.Tensor) -> list[int | None]:
     return [i if ok else None for i, ok in zip(best.indices.tolist(), usable, strict=True)]
 
 
-def _draw_plain(logits: torch.Tensor, contexts: Seq[Context]) -> list[int]:
-    """Draw rows that nothing but temperature shapes, all at once: [R, V] -> R ids."""
+def _draw(
+    logits: torch.Tensor, walks: Seq[_Walk], eos_token_ids: Collection[int]
+) -> list[int | None]:
+    """Draw at the current node of each walk: logits [R, V] -> ids, None where a row is unusable.
+
+    A row may hold -inf, but its largest value must be a finite number.
+    """
+    contexts = [walk.context for walk in walks]
+    plain = [i for i, context in enumerate(contexts) if is_plain(context)]
+    plain_rows = logits[[walks[i].row for i in plain]]
+    drawn = dict(zip(plain, _draw_plain(plain_rows, [contexts[i] for i in plain]), strict=True))
+    return [
+        drawn[i] if i in drawn else _draw_shaped(logits[walk.row], contexts[i], eos_token_ids)
+        for i, walk in enumerate(walks)
+    ]
+
+
+def _draw_plain(logits: torch.Tensor, contexts: Seq[Context]) -> list[int | None]:
+    """Draw rows that nothing but temperature shapes, together: [R, V] -> R ids."""
     if not contexts:
         return []
-    temperatures = [context.params.temperature for context in contexts]
-    scores = logits.float() / logits.new_tensor(
-        [temperature or 1.0 for temperature in temperatures], dtype=torch.float32
-    ).unsqueeze(1)
-    noisy = [i for i, temperature in enumerate(temperatures) if temperature > 0]
-    if noisy:
-        scores[noisy] += gumbel(
-            [contexts[i].params.seed for i in noisy],
-            [contexts[i].position for i in noisy],
-            logits.shape[-1],
-            logits.device,
-        )
-    return scores.max(-1).indices.tolist()
+    temperatures = [context.params.temperature or 1.0 for context in contexts]
+    scores = logits / torch.tensor(temperatures, device=logits.device).unsqueeze(1)
+    noisy = [i for i, context in enumerate(contexts) if context.params.temperature > 0]
+    num_rows = max(1, _NOISE_TOKENS // logits.shape[-1]) if logits.is_cpu else len(contexts)
+    for start in range(0, len(noisy), num_rows):
+        rows = noisy[start : start + num_rows]
+        seeds = [contexts[i].params.seed for i in rows]
+        positions = [contexts[i].position for i in rows]
+        noise = gumbel(seeds, positions, logits.shape[-1], logits.device)
+        for row, row_noise in zip(rows, noise, strict=True):
+            scores[row].add_(row_noise)
+    return _likeliest(scores)
 
 
-def _draw_shaped(logits: torch.Tensor, context: Context, eos_token_ids: Collection[int]) -> int:
+def _draw_shaped(
+    logits: torch.Tensor, context: Context, eos_token_ids: Collection[int]
+) -> int | None:
     """Draw from a law with masks, penalties or filters: [V] -> its token."""
+    if not logits.amax().isfinite():
+        return None
     law = process(logits, context, eos_token_ids)
     scores, params = law.log_weights, context.params
     if law.token_ids is None:
