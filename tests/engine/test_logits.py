@@ -175,6 +175,21 @@ def test_top_p_on_a_large_vocabulary_is_the_fewest_tokens(scale: float) -> None:
     assert p[kept].sum() - p[kept].min() < 0.9 + 1e-6
 
 
+@pytest.mark.parametrize("fields", [{"top_p": 0.95}, {"typical_p": 0.9}, {"top_k": 900}])
+def test_threads_change_no_bit(fields: dict[str, float]) -> None:
+    logits = random_logits(5, 150_001)
+    context = Context(sequence_of([1], sampling=SamplingParams(**fields)))
+    alone = process(logits, context)
+    torch.set_num_threads(3)
+    try:
+        shared = process(logits, context)
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(alone.log_weights, shared.log_weights)
+    assert alone.token_ids is not None
+    assert torch.equal(alone.token_ids, shared.token_ids)
+
+
 @pytest.mark.parametrize(
     ("sampling", "min_new_tokens", "plain"),
     [
