@@ -5,9 +5,13 @@ Everything in float64 lists, one token of one sequence at a time, written to be 
 
 import math
 import random
+from collections.abc import Iterable
+from typing import TypeVar
 
 from headway.engine.request import Request, SamplingParams, StoppingParams
 from headway.engine.sequence import Sequence
+
+T = TypeVar("T")
 
 
 def sequence_of(
@@ -24,8 +28,15 @@ def sequence_of(
         "r1", tuple(prompt), stopping, sampling or SamplingParams(), num_logprobs=num_logprobs
     )
     sequence = Sequence(request, arrived=0.0)
-    sequence.append(list(answer or []))
+    grow(sequence, answer or [])
     return sequence
+
+
+def grow(sequence: Sequence, token_ids: Iterable[int]) -> None:
+    """Lengthen the answer, past any end: where it stops is not the sampler's business."""
+    token_ids = list(token_ids)
+    sequence.tokens.extend(token_ids)
+    sequence.output_counts.update(token_ids)
 
 
 def law(logits: list[float], sequence: Sequence, eos_token_ids: tuple[int, ...]) -> list[float]:
@@ -107,7 +118,7 @@ def normalise(weights: list[float]) -> list[float]:
 def random_sampling(rng: random.Random, vocab_size: int, temperature: float) -> SamplingParams:
     """A law with about half of all settings on, in values that matter."""
 
-    def perhaps(setting: object, default: object) -> object:
+    def perhaps(setting: T, default: T) -> T:
         return setting if rng.random() < 0.5 else default
 
     ids = range(vocab_size)

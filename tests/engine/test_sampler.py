@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from headway.engine.request import SamplingParams, TokenLogprobs
 from headway.engine.sampler import Accepted, accept, prompt_logprobs
 from headway.engine.sequence import Sequence
 from headway.engine.tree import DraftTree
-from sampling_reference import law, random_sampling, sequence_of
+from sampling_reference import grow, law, random_sampling, sequence_of
 
 VOCAB_SIZE = 11
 EOS = (2,)
@@ -40,7 +41,7 @@ def plain(sequence: Sequence, num_tokens: int) -> list[int]:
     """Sample with no drafts, one token a step."""
     for _ in range(num_tokens):
         [accepted] = step([sequence], [DraftTree.root_only(sequence.tokens[-1])])
-        sequence.append(list(accepted.token_ids))
+        grow(sequence, accepted.token_ids)
     return sequence.tokens[sequence.num_prompt_tokens :]
 
 
@@ -76,7 +77,7 @@ def speculate(sequence: Sequence, future: list[int], drafts: Drafts, rng: random
         [accepted] = step([sequence], [tree])
         assert [tree.token_ids[i] for i in accepted.path[1:]] == list(accepted.token_ids[:-1])
         assert [tree.parents[i] for i in accepted.path[1:]] == list(accepted.path[:-1])
-        sequence.append(list(accepted.token_ids))
+        grow(sequence, accepted.token_ids)
         num_steps += 1
     return num_steps
 
@@ -136,17 +137,15 @@ def test_any_batch_of_any_requests_with_any_trees(seed: int) -> None:
             for sequence, future in zip(running, futures, strict=True)
         ]
         for sequence, accepted in zip(running, step(running, trees), strict=True):
-            sequence.append(list(accepted.token_ids))
+            grow(sequence, accepted.token_ids)
     for sequence, future in zip(running, futures, strict=True):
         assert sequence.tokens[2:10] == future
 
 
 def drawn_at_root(sampling: SamplingParams, tree: DraftTree, num_draws: int) -> torch.Tensor:
     """Token after the prompt for many seeds, all in one batch of trees."""
-    fields = {name: getattr(sampling, name) for name in sampling.__slots__}
     sequences = [
-        sequence_of([1, 2], sampling=SamplingParams(**{**fields, "seed": seed}))
-        for seed in range(num_draws)
+        sequence_of([1, 2], sampling=replace(sampling, seed=seed)) for seed in range(num_draws)
     ]
     logits = logits_of(sequences[0], tree).repeat(num_draws, 1)
     accepted = accept(sequences, [tree] * num_draws, logits)
@@ -185,7 +184,7 @@ def test_the_histogram_along_the_positions_of_one_seed_is_the_target_law() -> No
     tree = DraftTree.chain(0, [1] * 4)
     while sequence.num_generated < 5000:
         [accepted] = accept([sequence], [tree], row.expand(5, -1))
-        sequence.append(list(accepted.token_ids))
+        grow(sequence, accepted.token_ids)
     answer = torch.tensor(sequence.tokens[1:])
     p = row.double().softmax(0)
     counts = torch.bincount(answer, minlength=5)
@@ -203,16 +202,14 @@ def test_seeds() -> None:
     assert len(answers) == 6
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
-    logits = torch.zeros(1, 997)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fields", [{}, {"min_p": 0.1}, {"logit_bias": {5: 1.0}}])
+def test_greedy_takes_the_lowest_of_equals(dtype: torch.dtype, fields: dict[str, object]) -> None:
+    logits = torch.zeros(1, 997, dtype=dtype)
     logits[0, [400, 31, 996]] = 5.0
-    for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, min_p=0.1)):
-        for extra in ({}, {"logit_bias": {5: 1.0}}):
-            fields = {name: getattr(sampling, name) for name in sampling.__slots__}
-            sequence = sequence_of([1], sampling=SamplingParams(**{**fields, **extra}))
-            for dtype in (torch.float32, torch.bfloat16):
-                [accepted] = accept([sequence], [DraftTree.root_only(1)], logits.to(dtype))
-                assert accepted.token_ids == (31,)
+    sequence = sequence_of([1], sampling=SamplingParams(temperature=0.0, **fields))
+    [accepted] = accept([sequence], [DraftTree.root_only(1)], logits)
+    assert accepted.token_ids == (31,)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
