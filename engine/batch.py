@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,12 @@ class Batch:
     """Prompt chunks that do not reach the end of their sequence."""
 
     def __len__(self) -> int:
-        return len(self.sampling) + len(self.filling)
+        return len(self.parts)
+
+    @property
+    def parts(self) -> tuple[Scheduled, ...]:
+        """All parts, in the order of their rows."""
+        return self.sampling + self.filling
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -85,9 +91,7 @@ def build_input(batch: Batch, trees: Seq[DraftTree], cache: KVCache) -> ForwardI
     masks: list[int] = []
     cu_lengths = [0]
     logit_rows: list[int] = []
-    parts = batch.sampling + batch.filling
-    all_trees = [*trees, *(None for _ in batch.filling)]
-    for part, tree in zip(parts, all_trees, strict=True):
+    for part, tree in zip_longest(batch.parts, trees):
         sequence, start = part.sequence, part.sequence.num_computed
         end = start + part.span
         token_ids += sequence.tokens[start:end]
@@ -103,19 +107,21 @@ def build_input(batch: Batch, trees: Seq[DraftTree], cache: KVCache) -> ForwardI
             num_rows += tree.num_drafted
         slots += slot_range(sequence, start, start + num_rows, cache.block_size)
         cu_lengths.append(len(token_ids))
-    device = cache.data.device
+    sequences = [part.sequence for part in batch.parts]
+
+    def tensor(values: Seq[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=cache.data.device)
+
     return ForwardInput(
-        token_ids=torch.tensor(token_ids, device=device),
-        positions=torch.tensor(positions, device=device),
-        slots=torch.tensor(slots, device=device),
-        tree_masks=torch.tensor(masks, device=device),
-        cu_lengths=torch.tensor(cu_lengths, dtype=torch.int32, device=device),
-        context_lengths=torch.tensor(
-            [part.sequence.num_computed for part in parts], dtype=torch.int32, device=device
-        ),
-        span_lengths=torch.tensor([part.span for part in parts], dtype=torch.int32, device=device),
-        block_tables=_block_tables([part.sequence for part in parts], device),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        token_ids=tensor(token_ids),
+        positions=tensor(positions),
+        slots=tensor(slots),
+        tree_masks=tensor(masks),
+        cu_lengths=tensor(cu_lengths, torch.int32),
+        context_lengths=tensor([each.num_computed for each in sequences], torch.int32),
+        span_lengths=tensor([part.span for part in batch.parts], torch.int32),
+        block_tables=_block_tables(sequences, cache.data.device),
+        logit_rows=tensor(logit_rows),
         cache=cache,
     )
 

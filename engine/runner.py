@@ -23,7 +23,7 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel) -> None:
         untyped: Any = model
-        self._model = untyped
+        self.model = untyped
         self._decoder = untyped.get_decoder()
         self._head = untyped.get_output_embeddings()
         self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
@@ -55,7 +55,7 @@ class ModelRunner:
         refused with ModelLoadError rather than served wrong.
         """
         ours = self.forward(forward_input).logits
-        theirs = self._model(
+        theirs = self.model(
             input_ids=forward_input.token_ids[None],
             position_ids=forward_input.positions[None],
             use_cache=False,
@@ -65,6 +65,6 @@ class ModelRunner:
         difference = (ours - theirs.float()).abs().max().item()
         if not difference <= 1e-3 * max(1.0, theirs.abs().max().item()):
             raise ModelLoadError(
-                f"{type(self._model).__name__} computes its logits in a way this server does not know "
+                f"{type(self.model).__name__} computes its logits in a way this server does not know "
                 f"(they differ by {difference:.3g}); serve a model of another family"
             )

@@ -1,0 +1,84 @@
+"""Puts an Engine together from a loaded model: device, type, threads, and how much cache fits."""
+
+import os
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+from transformers import PreTrainedModel
+
+from headway.engine.config import EngineConfig
+from headway.engine.engine import Engine
+from headway.engine.errors import ModelLoadError
+from headway.engine.kv_cache import KVCache, block_bytes
+from headway.engine.runner import ModelRunner
+from headway.engine.stats import StepRecord
+from headway.engine.tree import Drafter
+
+MAX_CPU_CACHE_BYTES = 4 << 30
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    """The device that `config.device` means on this machine."""
+    if config.device != "auto":
+        return torch.device(config.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(config: EngineConfig) -> torch.dtype:
+    """The type that `config.dtype` means on the device."""
+    if config.dtype == "auto":
+        return torch.float32 if resolve_device(config).type == "cpu" else torch.bfloat16
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
+
+
+def build_engine(
+    model: PreTrainedModel,
+    eos_token_ids: Seq[int],
+    config: EngineConfig,
+    drafter: Drafter | None = None,
+    observe_step: Callable[[StepRecord], None] = lambda record: None,
+) -> Engine:
+    """Make and warm up an engine for a model that was loaded with attention `headway`.
+
+    Raises ModelLoadError when the cache cannot hold a useful number of tokens or the model cannot be
+    served right.
+    """
+    torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+    num_blocks = _num_blocks(model, config)
+    cache = KVCache(model.config, num_blocks, config.block_size, model.dtype, model.device)
+    engine = Engine(
+        ModelRunner(model),
+        cache,
+        eos_token_ids,
+        config,
+        _max_context_tokens(model, config, num_blocks * config.block_size),
+        drafter,
+        observe_step,
+    )
+    engine.warm_up()
+    return engine
+
+
+def _num_blocks(model: PreTrainedModel, config: EngineConfig) -> int:
+    one = block_bytes(model.config, config.block_size, model.dtype)
+    num_blocks = (config.kv_cache_bytes or _free_bytes(model.device) // 4) // one
+    if num_blocks < 2:
+        raise ModelLoadError(
+            f"the KV cache would hold {num_blocks} blocks of {config.block_size} tokens; at least 2 are "
+            f"needed, {2 * one:,} bytes. Raise kv_cache_bytes or free memory"
+        )
+    return num_blocks
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(MAX_CPU_CACHE_BYTES * 4, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _max_context_tokens(model: PreTrainedModel, config: EngineConfig, cache_tokens: int) -> int:
+    """The smallest of what the model was trained for, what was asked for and what the cache holds."""
+    trained: int = model.config.max_position_embeddings
+    return min(trained, config.max_context_tokens or trained, cache_tokens)
