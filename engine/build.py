@@ -14,6 +14,7 @@ from headway.engine.kv_cache import KVCache, block_bytes
 from headway.engine.runner import ModelRunner
 from headway.engine.stats import StepRecord
 from headway.engine.tree import Drafter
+from headway.engine.validation import Limits
 
 MAX_CPU_CACHE_BYTES = 4 << 30
 
@@ -53,7 +54,7 @@ def build_engine(
         cache,
         eos_token_ids,
         config,
-        _max_context_tokens(model, config, num_blocks * config.block_size),
+        _limits(model, config, num_blocks * config.block_size),
         drafter,
         observe_step,
     )
@@ -78,7 +79,10 @@ def _free_bytes(device: torch.device) -> int:
     return min(MAX_CPU_CACHE_BYTES * 4, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def _max_context_tokens(model: PreTrainedModel, config: EngineConfig, cache_tokens: int) -> int:
-    """The smallest of what the model was trained for, what was asked for and what the cache holds."""
+def _limits(model: PreTrainedModel, config: EngineConfig, cache_tokens: int) -> Limits:
     trained: int = model.config.max_position_embeddings
-    return min(trained, config.max_context_tokens or trained, cache_tokens)
+    return Limits(
+        vocab_size=model.config.vocab_size,
+        max_context_tokens=min(trained, config.max_context_tokens or trained),
+        max_cache_tokens=cache_tokens,
+    )

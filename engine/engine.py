@@ -20,6 +20,7 @@ from headway.engine.scheduler import Scheduler
 from headway.engine.sequence import Sequence
 from headway.engine.stats import EngineCounters, EngineSnapshot, StepRecord, Stopwatch
 from headway.engine.tree import Commit, Drafter, DraftTree
+from headway.engine.validation import Limits
 
 LOGIT_PIECE = 64
 """Prompt rows whose logits are held at once when prompt logprobs are asked for."""
@@ -34,14 +35,14 @@ class Engine:
         cache: KVCache,
         eos_token_ids: Seq[int],
         config: EngineConfig,
-        max_context_tokens: int,
+        limits: Limits,
         drafter: Drafter | None = None,
         observe_step: Callable[[StepRecord], None] = lambda record: None,
     ) -> None:
         self.runner = runner
         self.cache = cache
         self.eos_token_ids = tuple(eos_token_ids)
-        self.max_context_tokens = max_context_tokens
+        self.limits = limits
         self.drafter = drafter
         self.counters = EngineCounters()
         self.pool = BlockPool(cache.num_blocks, cache.block_size, config.prefix_cache)
@@ -55,7 +56,8 @@ class Engine:
 
     def add(self, request: Request, arrived: float | None = None) -> None:
         """Queue a request that check_request has passed; its id must not be in use."""
-        room = self.max_context_tokens - len(request.prompt_ids)
+        context = min(self.limits.max_context_tokens, self.limits.max_cache_tokens)
+        room = context - len(request.prompt_ids)
         stopping = replace(
             request.stopping, max_new_tokens=min(request.stopping.max_new_tokens, room)
         )

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from headway.engine.validation import Limits, check_request
+from headway.engine.validation import check_request
 
 from headway.engine.engine import Engine
 from headway.engine.errors import EngineStopped, InvalidRequest, Overloaded, Violation
@@ -27,9 +27,9 @@ class EngineLoop:
     `deliver` that came with the request, called on the engine thread: it must not block.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, model_name: str = "") -> None:
+    def __init__(self, engine: Engine, model_name: str = "") -> None:
         self.engine = engine
-        self.limits = limits
+        self.limits = engine.limits
         self.model_name = model_name
         self.last_step_monotonic = time.monotonic()
         """Heartbeat: renewed after every step and while idle."""

@@ -356,7 +356,7 @@ def test_the_context_clamps_the_answer() -> None:
 
 def test_a_prompt_as_long_as_the_cache_finishes_and_so_do_those_behind_it() -> None:
     engine = tiny_engine(None, replace(SMALL, kv_cache_bytes=16 << 10))
-    capacity = engine.max_context_tokens
+    capacity = engine.limits.max_cache_tokens
     assert capacity == engine.pool.num_blocks * 4
     requests = [request("big", prompt(capacity - 1)), request("small", prompt(3))]
     answers = run(engine, requests)

@@ -12,8 +12,6 @@ from headway.engine.errors import EngineStopped, InvalidRequest, Overloaded
 from headway.engine.loop import EngineLoop
 from headway.engine.request import FinishReason, Output, Request
 from headway.engine.suffix import SuffixDrafter
-from headway.engine.validation import Limits
-from tiny import VOCAB_SIZE
 from tiny_engine import SMALL, Answer, prompt, request, run, tiny_engine
 
 
@@ -44,8 +42,7 @@ def make_loop() -> Iterator[Callable[..., EngineLoop]]:
 
     def make(config: EngineConfig = SMALL, start: bool = True) -> EngineLoop:
         engine = tiny_engine(SuffixDrafter(), config)
-        limits = Limits(VOCAB_SIZE, engine.max_context_tokens, engine.pool.num_blocks * 4)
-        loop = EngineLoop(engine, limits, "tiny")
+        loop = EngineLoop(engine, "tiny")
         loops.append(loop)
         if start:
             loop.start()
