@@ -6,12 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from headway.engine.validation import check_request
-
 from headway.engine.engine import Engine
 from headway.engine.errors import EngineStopped, InvalidRequest, Overloaded, Violation
 from headway.engine.request import Finish, FinishReason, Output, Request, Timing
 from headway.engine.stats import EngineSnapshot
+from headway.engine.validation import check_request
 
 logger = logging.getLogger(__name__)
 
