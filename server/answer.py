@@ -76,32 +76,39 @@ class Answer:
             self._pieces.append(self._text.finish())
             self._finish = output.finish
 
-    def release(self) -> Iterator[pb.GenerateStreamResponse]:
-        """Yield what has been settled since the last release, in as few messages as fit."""
-        for start in range(0, len(self._prompt_logprobs), MAX_DELTA_TOKENS):
-            chunk = self._prompt_logprobs[start : start + MAX_DELTA_TOKENS]
-            yield convert.prompt_logprobs(chunk)
+    def release(self) -> list[pb.GenerateStreamResponse]:
+        """Return what has been settled since the last release, in as few messages as fit.
+
+        A list and no generator: outputs that arrive while the client reads the messages belong to
+        the next release.
+        """
+        events = [
+            convert.prompt_logprobs(self._prompt_logprobs[start : start + MAX_DELTA_TOKENS])
+            for start in range(0, len(self._prompt_logprobs), MAX_DELTA_TOKENS)
+        ]
         self._prompt_logprobs.clear()
-        pieces, self._pieces = self._pieces, []
-        yield from self._deltas(pieces)
+        events += self._deltas()
         if self.finish is not None and not self.is_released:
             self.is_released = True
-            yield convert.finished(self.index, self.finish, self._text.stop_string, self._usage())
+            usage = self._usage()
+            events.append(convert.finished(self.index, self.finish, self._text.stop_string, usage))
+        return events
 
     def _num_hidden(self, finish: Finish | None) -> int:
         """Count the tokens at the end that ended the answer and are not part of its text."""
         ends = finish is not None and finish.reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
         return 1 if ends and not self._include_stop else 0
 
-    def _deltas(self, pieces: list[Piece]) -> Iterator[pb.GenerateStreamResponse]:
+    def _deltas(self) -> Iterator[pb.GenerateStreamResponse]:
         """Merge pieces into messages of at most MAX_DELTA_TOKENS tokens, or one piece."""
         text, num_tokens = "", 0
-        for piece in pieces:
+        for piece in self._pieces:
             if text and num_tokens + piece.num_tokens > MAX_DELTA_TOKENS:
                 yield self._delta(text, num_tokens)
                 text, num_tokens = "", 0
             text += piece.text
             num_tokens += piece.num_tokens
+        self._pieces.clear()
         if text or num_tokens:
             yield self._delta(text, num_tokens)
 

@@ -46,6 +46,10 @@ class AnswerFailed(HeadwayError):
     """The engine could not go on with one request; the message says why."""
 
 
+class DeadlinePassed(HeadwayError):
+    """The client's deadline came before the end of the answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class RpcError:
     """What a client gets to see of an error."""
@@ -84,6 +88,8 @@ def to_rpc_error(error: Exception, request_id: str) -> RpcError:
             extra = [error_details_pb2.RetryInfo(retry_delay=_duration(retry_seconds))]
         case EngineStopped():
             code, reason = grpc.StatusCode.UNAVAILABLE, "ENGINE_STOPPED"
+        case DeadlinePassed():
+            code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_PASSED"
         case AnswerFailed():
             reason = "ANSWER_FAILED"
         case _:
@@ -126,6 +132,8 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
             )
         case grpc.StatusCode.UNAVAILABLE:
             return EngineStopped(message)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return error  # nearly always gRPC itself is first to notice; callers see one error
         case _:
             return AnswerFailed(message)
 

@@ -15,6 +15,7 @@ from headway.server.config import ServeConfig
 from headway.server.convert import GenerateMessage, Generation, PromptMessage
 from headway.server.detokenizer import TokenBytes
 from headway.server.engine_door import ServedModel
+from headway.server.errors import DeadlinePassed
 from headway.server.live import LiveRequests
 from headway.server.metrics import Metrics
 
@@ -44,14 +45,14 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         generation = await self._read_generate(request, context)
-        events = [event async for event in self._events(generation)]
+        events = [event async for event in self._events(generation, context)]
         return convert.to_response(events)
 
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: Any
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         generation = await self._read_generate(request, context)
-        async with aclosing(self._events(generation)) as events:
+        async with aclosing(self._events(generation, context)) as events:
             async for event in events:
                 yield event
 
@@ -59,7 +60,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         convert.check_score(request, self._config.max_prompt_bytes)
         prompt_ids = await self._read_prompt(request)
         generation = convert.to_score(request, prompt_ids, self._deadline(context))
-        events = [event async for event in self._events(generation)]
+        events = [event async for event in self._events(generation, context)]
         logprobs = convert.to_response(events).prompt_logprobs
         return pb.ScoreResponse(
             request_id=request.request_id, token_ids=prompt_ids, logprobs=logprobs
@@ -117,7 +118,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         )
 
     async def _events(
-        self, generation: Generation
+        self, generation: Generation, context: Any
     ) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """Submit a generation and yield its events; leaving early aborts it."""
         model, live = self._served("")
@@ -125,6 +126,10 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
             yield convert.started(generation, model.engine.model_name)
             async for event in stream.events():
                 yield event
+        if stream.is_late and context.time_remaining() is not None:
+            raise DeadlinePassed(
+                "the deadline of the call has passed; allow more time or ask for less"
+            )
 
     async def _read_generate(self, request: GenerateMessage, context: Any) -> Generation:
         """Check the request, tokenise its prompt and put it into the engine's words."""

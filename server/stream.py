@@ -25,6 +25,12 @@ class Stream:
         self._news = asyncio.Event()
         self._failure: Exception | None = None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a deadline ended one of the answers."""
+        finishes = [answer.finish for answer in self._answers.values()]
+        return any(f is not None and f.reason is FinishReason.DEADLINE for f in finishes)
+
     def read(self, output: Output) -> Answer:
         """Add one output to its answer and return that answer."""
         answer = self._answers[output.request_id]

@@ -42,9 +42,11 @@ async def running(
     if opened:
         app.open(served(engine))
         await app.health.refresh()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{app.port}") as channel:
-        yield Running(app, engine, channel, pb_grpc.TextGenerationStub(channel))  # type: ignore[arg-type]
-    await app.stop()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{app.port}") as channel:
+            yield Running(app, engine, channel, pb_grpc.TextGenerationStub(channel))  # type: ignore[arg-type]
+    finally:
+        await app.stop()
     if opened and not engine.failure:
         assert engine.num_requests == 0
         assert app._live is not None
