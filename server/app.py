@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 LoadModel = Callable[[Callable[[StepRecord], None]], ServedModel]
 """Loads and warms up; what it is given observes every step of the engine."""
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_OK, EXIT_FAILED, EXIT_NOT_STARTED = 0, 1, 2
 ABORT_SECONDS = 5.0
 """How long aborted requests get to tell their clients."""
@@ -145,8 +146,9 @@ async def serve(config: ServeConfig, model_name: str, load: LoadModel) -> int:
     """
     app = App(config, model_name)
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, signals.put_nowait, number)
     died = asyncio.create_task(app.health.watch())
     try:
         await app.start()
@@ -170,6 +172,8 @@ async def serve(config: ServeConfig, model_name: str, load: LoadModel) -> int:
     finally:
         died.cancel()
         await app.stop()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
 
 
 def options(config: ServeConfig) -> list[tuple[str, int]]:
