@@ -397,7 +397,7 @@ class Sampling(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Words that may not appear, at the start of a line or after a space. At most 256 of 256 bytes."""
+        """Words that may not appear, at the start of a line or after a space. At most 128 of 256 bytes."""
 
     def __init__(
         self,

@@ -1,15 +1,12 @@
 """The server's settings. Each docstring under a field is its help text on the command line."""
 
-from dataclasses import dataclass, field
-
-from headway.engine.config import EngineConfig
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """What is served, where, and how much of it one client may ask for."""
+    """Where requests are taken, and how much one client may ask for."""
 
-    engine: EngineConfig = field(default_factory=EngineConfig)
     host: str = "127.0.0.1"
     """Address that both ports listen on; 0.0.0.0 or [::] lets other machines in."""
     port: int = 50051

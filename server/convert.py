@@ -24,10 +24,9 @@ from headway.protos import text_generation_pb2 as pb
 
 MAX_ANSWERS = 16
 MAX_REQUEST_ID_BYTES = 128
-MAX_CACHE_SALT_BYTES = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_BYTES = 1024
-MAX_BAD_WORDS = 256
+MAX_BAD_WORDS = 128  # each is two runs of tokens for the engine
 MAX_BAD_WORD_BYTES = 256
 MAX_LOGPROBS = 20
 MAX_ABORT_IDS = 1024
@@ -84,7 +83,6 @@ def check_generate(request: GenerateMessage, max_prompt_bytes: int) -> None:
     stops, words = request.stopping.stop_strings, request.sampling.bad_words
     found = check_prompt(request, max_prompt_bytes)
     found += _check_bytes("request_id", len(request.request_id.encode()), MAX_REQUEST_ID_BYTES)
-    found += _check_bytes("cache_salt", len(request.cache_salt.encode()), MAX_CACHE_SALT_BYTES)
     found += _check_strings("stopping.stop_strings", stops, MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES)
     found += _check_strings("sampling.bad_words", words, MAX_BAD_WORDS, MAX_BAD_WORD_BYTES)
     if request.HasField("n"):
