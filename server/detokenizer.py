@@ -33,6 +33,7 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._added = dict(tokenizer.added_tokens_decoder)
         self._special = {i for i, token in self._added.items() if token.special}
+        self._num_tokens = len(tokenizer)
         self._byte_level = _is_byte_level(tokenizer)
         self._known: dict[int, bytes] = {}
 
@@ -41,7 +42,9 @@ class TokenBytes:
         return token_id in self._special
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Return the token's bytes; none for an id that a padded vocabulary leaves without piece."""
+        """Return the token's bytes; none for an id without a piece, as padded vocabularies have."""
+        if not 0 <= token_id < self._num_tokens:
+            return b""  # not kept: clients may send any number of these
         if token_id not in self._known:
             self._known[token_id] = self._read(token_id)
         return self._known[token_id]

@@ -9,17 +9,7 @@ from typing import Any, Protocol
 
 from headway.engine.request import FinishReason, Output, Request
 from headway.engine.stats import EngineSnapshot
-
-
-class Limits(Protocol):
-    """What the engine can take; engine/validation.py checks requests against it."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_context_tokens(self) -> int: ...
-    @property
-    def max_cache_tokens(self) -> int: ...
+from headway.engine.validation import Limits
 
 
 class EngineDoor(Protocol):

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -20,7 +19,8 @@ from headway.engine.request import (
     TokenLogprobs,
 )
 from headway.engine.stats import EngineCounters, EngineSnapshot
-from headway.server.engine_door import ServedModel
+from headway.engine.validation import Limits
+from headway.server.engine_door import EngineDoor, ServedModel
 
 EOS_ID = 260
 TEMPLATE = (
@@ -52,13 +52,6 @@ def _byte_of(char: str) -> int:
     return ord(char) if ord(char) in visible else hidden[ord(char) - 0x100]
 
 
-@dataclass(frozen=True)
-class FakeLimits:
-    vocab_size: int = 261
-    max_context_tokens: int = 4096
-    max_cache_tokens: int = 4096
-
-
 Script = Callable[[Request], list[int]]
 
 
@@ -85,7 +78,7 @@ class FakeEngine:
         refuse: Callable[[Request], None] = lambda request: None,
         silent_death: bool = False,
     ) -> None:
-        self.limits = FakeLimits()
+        self.limits = Limits(vocab_size=261, max_context_tokens=4096, max_cache_tokens=4096)
         self.ready = False
         self.failure: str | None = None
         self.last_step_monotonic = time.monotonic()
@@ -198,5 +191,5 @@ def _logprobs(token_ids: tuple[int, ...], num_top: int) -> tuple[TokenLogprobs, 
     return tuple(TokenLogprobs(i, -0.5, 1, top) for i in token_ids)
 
 
-def served(engine: FakeEngine) -> ServedModel:
+def served(engine: EngineDoor) -> ServedModel:
     return ServedModel(engine, byte_tokenizer())

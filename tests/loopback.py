@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc.aio
 
@@ -17,7 +18,7 @@ LOCAL = {"port": 0, "metrics_port": -1, "drain_grace_seconds": 0.0, "drain_secon
 @dataclass
 class Running:
     app: App
-    engine: FakeEngine
+    engine: Any  # a FakeEngine or an EngineLoop
     channel: grpc.aio.Channel
     stub: "pb_grpc.TextGenerationAsyncStub"  # exists for type checkers only
 
@@ -33,7 +34,7 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    engine: FakeEngine | None = None, *, opened: bool = True, **settings: object
+    engine: Any = None, *, opened: bool = True, **settings: object
 ) -> AsyncIterator[Running]:
     """Start a server, and check on the way out that nothing is left of its requests."""
     engine = engine or FakeEngine()
