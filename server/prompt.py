@@ -1,0 +1,78 @@
+"""Prompts to token ids: plain text, ids as they are, or a chat through the model's template.
+
+Runs in the tokenizer's own thread, never on the event loop or the engine's thread.
+"""
+
+import inspect
+from typing import Any
+
+from google.protobuf import json_format
+from transformers import PreTrainedTokenizerBase
+
+from headway.engine.errors import InvalidRequest, Violation
+from headway.protos import text_generation_pb2 as pb
+from headway.server.convert import PromptMessage
+
+RESERVED_VARIABLES = frozenset(
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+) - {"tools", "documents", "kwargs"}
+"""Arguments of the call that renders a template; a client may not bring a template of its own."""
+
+
+def read_prompt(tokenizer: Any, request: PromptMessage) -> tuple[int, ...]:
+    """Return the prompt's token ids. InvalidRequest when the chat template refuses the chat."""
+    kind = request.WhichOneof("prompt")
+    if kind == "chat":
+        # The template writes BOS and the like itself, so the tokenizer must not.
+        return _encode(tokenizer, render_chat(tokenizer, request.chat), add_special_tokens=False)
+    if kind == "text":
+        added = request.add_special_tokens if request.HasField("add_special_tokens") else True
+        return _encode(tokenizer, request.text, add_special_tokens=added)
+    assert not isinstance(request, pb.TokenizeRequest | pb.CountTokensRequest)
+    return tuple(request.token_ids.ids)
+
+
+def read_bad_words(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the token runs that spell each word, at the start of a line and after a space."""
+    runs = {
+        _encode(tokenizer, prefix + word, add_special_tokens=False)
+        for word in words
+        for prefix in ("", " ")
+    }
+    return tuple(sorted(run for run in runs if run))
+
+
+def render_chat(tokenizer: Any, chat: pb.Chat) -> str:
+    """Return the chat as the text that the model's template makes of it."""
+    if tokenizer.chat_template is None:
+        raise InvalidRequest(
+            Violation("chat", "the model has no chat template. Send the prompt as text.")
+        )
+    continued = chat.continue_final_message
+    opened = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continued
+    variables = json_format.MessageToDict(chat.template_kwargs)
+    if reserved := RESERVED_VARIABLES & variables.keys():
+        raise InvalidRequest(
+            Violation(
+                "chat.template_kwargs",
+                f"sets {sorted(reserved)}, which the server sets itself. Leave them out.",
+            )
+        )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [{"role": m.role, "content": m.content} for m in chat.messages],
+            tokenize=False,
+            add_generation_prompt=opened,
+            continue_final_message=continued,
+            **variables,
+        )
+    except Exception as error:
+        # A template is a program of the model's author and may raise anything at all.
+        raise InvalidRequest(
+            Violation("chat", f"the model's chat template refuses it: {error}. Change the chat.")
+        ) from error
+    return text
+
+
+def _encode(tokenizer: Any, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False))
