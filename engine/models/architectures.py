@@ -75,12 +75,17 @@ _ROPE_SCALING: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 # Control tokens that end a turn or a text, by the families' own spelling.
 _END_TOKENS = frozenset(
-    "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end_of_text|> <end_of_turn>".split()
+    ["<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"]
 )
 
 _GEMMA3_PATTERN = 6
 _GEMMA3_LOCAL_ROPE_THETA = 10_000.0
 _GEMMA3_27B_LAYERS = 62
+
+# Of every released Llama 3.1 and 3.2.
+_LLAMA3: Mapping[str, float] = MappingProxyType(
+    {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+)
 
 # Tensors that a file may have and the model's class does not: they are read into the config.
 _CONFIG_TENSORS = frozenset({"rope_freqs.weight"})
@@ -92,7 +97,7 @@ def architecture_of(file: GGUFFile) -> Architecture:
     Raises:
         ModelLoadError: the architecture is not in the table, or the file is one of several.
     """
-    name = file.metadata.get("general.architecture")
+    name = str(file.metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
         raise ModelLoadError(
             f"{file.path} holds a model of architecture {name!r}; GGUF files of "
@@ -176,7 +181,8 @@ def match_tensors(file: GGUFFile, config: PreTrainedConfig) -> dict[str, str]:
     """
     names = gguf.get_tensor_name_map(architecture_of(file).tensor_names, config.num_hidden_layers)
     with torch.device("meta"):
-        expected = AutoModelForCausalLM.from_config(config).state_dict()
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers
+    expected = model.state_dict()
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
     matched: dict[str, str] = {}
@@ -285,20 +291,15 @@ def _rope_from_factors(theta: float, factors: torch.Tensor, keys: _Keys) -> dict
     Factors of another origin go in as "longrope", which takes any and looks at the positions.
     factors: [head_dim / 2] float32
     """
-    llama3 = {
-        "rope_type": "llama3",
-        "factor": float(factors.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    largest = float(factors.max())
     pairs = torch.arange(len(factors), dtype=torch.float32)
-    turns = llama3["original_max_position_embeddings"] / (
+    turns = _LLAMA3["original_max_position_embeddings"] / (
         2 * torch.pi * theta ** (pairs / len(factors))
     )
-    smooth = ((turns - 1.0) / (4.0 - 1.0)).clamp(0, 1)
-    if torch.allclose(1 / ((1 - smooth) / llama3["factor"] + smooth), factors, rtol=1e-5):
-        return llama3
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    if torch.allclose(1 / ((1 - kept) / largest + kept), factors, rtol=1e-5):
+        return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
     return {
         "rope_type": "longrope",
         "short_factor": factors.tolist(),

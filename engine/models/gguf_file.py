@@ -20,9 +20,18 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, dequanti
 
 from headway.engine.errors import ModelLoadError
 
-READABLE_TYPES = tuple(
-    GGMLQuantizationType[name]
-    for name in "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q4_K Q5_K Q6_K".split()
+READABLE_TYPES = (
+    GGMLQuantizationType.F32,
+    GGMLQuantizationType.F16,
+    GGMLQuantizationType.BF16,
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_1,
+    GGMLQuantizationType.Q5_0,
+    GGMLQuantizationType.Q5_1,
+    GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q4_K,
+    GGMLQuantizationType.Q5_K,
+    GGMLQuantizationType.Q6_K,
 )
 
 _VERSIONS = (2, 3)

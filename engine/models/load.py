@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
@@ -91,7 +93,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
             f"{folder}/config.json cannot be used: {_first_line(error)} Models that need code of "
             "their own cannot be loaded."
         ) from error
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelLoadError(
             f"{folder} holds a model of type {config.model_type!r}, which does not generate text. "
             "Give a causal language model, such as Llama, Qwen or Gemma 3."
@@ -111,7 +113,8 @@ def _num_weights(folder: Path) -> int:
     for path in paths:
         try:
             with safe_open(path, framework="pt") as file:
-                total += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())
+                keys = file.keys()
+                total += sum(math.prod(file.get_slice(key).get_shape()) for key in keys)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(
                 f"{path} is not a whole safetensors file: {_first_line(error)} Download it again."
@@ -134,10 +137,8 @@ def _check_memory(folder: Path, num_bytes: int, device: torch.device) -> None:
 
 def _free_host_bytes() -> int:
     """Return the memory that can be taken, within the control group's limit if there is one."""
-    free = [1 << 62]
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            free.append(int(line.split()[1]) * 1024)
+    available = [line for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
+    free = [1 << 62, *(int(line.split()[1]) * 1024 for line in available)]
     limit = _lines(Path("/sys/fs/cgroup/memory.max"))
     used = _lines(Path("/sys/fs/cgroup/memory.current"))
     cached = [
@@ -158,7 +159,7 @@ def _read_model(
 ) -> PreTrainedModel:
     try:
         with _quiet_transformers():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -167,12 +168,13 @@ def _read_model(
                 local_files_only=True,
                 output_loading_info=True,
             )
-        model.to(device)
+        model: PreTrainedModel = loaded[0].to(device)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
         raise ModelLoadError(
             f"{folder} cannot be loaded: {_first_line(error)} Its weights and its config.json do "
             "not fit together, or memory ran out."
         ) from error
+    report = loaded[1]
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(
             f"{folder} lacks {len(missing)} of the model's weights, among them {missing[:3]}. "
@@ -182,14 +184,15 @@ def _read_model(
         logger.warning(
             "weights without a place in the model: folder=%s keys=%s", folder, unexpected
         )
-    loaded: PreTrainedModel = model.eval().requires_grad_(False)
-    return loaded
+    model.train(False)
+    model.requires_grad_(False)
+    return model
 
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Keep transformers' bars and advice off the terminal: the caller has its own progress."""
-    log = transformers.utils.logging
+    log: Any = transformers.utils.logging  # its functions are not typed
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
     log.disable_progress_bar()

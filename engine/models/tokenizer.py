@@ -17,7 +17,7 @@ from headway.engine.models.gguf_file import GGUFFile
 # but "smollm", which it reads like GPT-2's: then "a   2024" comes out as other tokens than the
 # model was trained on.
 _READABLE_CUTS = frozenset(
-    "default gpt-2 smollm llama3 llama-v3 llama-bpe smaug-bpe tekken qwen2 deepseek-r1-qwen".split()
+    ["default", "gpt-2", "smollm", "llama3", "llama-bpe", "smaug-bpe", "tekken", "qwen2"]
 )
 
 
