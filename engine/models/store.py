@@ -152,7 +152,7 @@ def resolve(name_or_path: str, progress: Progress = no_progress) -> Path:
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return path
-    if path.is_dir():
+    if path.is_dir() and name_or_path:
         if (path / "config.json").is_file():
             return path
         raise ModelLoadError(
