@@ -22,7 +22,7 @@ TOKENS = torch.tensor(
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 256,
-    "intermediate_size": 512,
+    "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -30,17 +30,23 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.05,
     "tie_word_embeddings": False,
 }
+_SMALL = {"hidden_size": 64, "intermediate_size": 96}  # too narrow for blocks of 256
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-    "qwen3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "head_dim": 128},
+    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, **_SMALL},
+    "qwen3": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+        "head_dim": 32,
+        **_SMALL,
+    },
     "gemma3": {
         "rope_parameters": {
             "full_attention": {"rope_type": "default", "rope_theta": 500.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
-        "head_dim": 128,
-        "query_pre_attn_scalar": 128,
+        **_SMALL,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
         "num_hidden_layers": 7,
         "sliding_window": 5,
         "tie_word_embeddings": True,

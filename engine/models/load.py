@@ -5,7 +5,7 @@ Does not know how the model will be run: attention is a name that the caller reg
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,14 +167,28 @@ def _read_model(
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report, and refused below
             )
         model: PreTrainedModel = loaded[0].to(device)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
         raise ModelLoadError(
-            f"{folder} cannot be loaded: {_first_line(error)} Its weights and its config.json do "
-            "not fit together, or memory ran out."
+            f"{folder} cannot be loaded with dtype {dtype} on {device}: {_first_line(error)} Check "
+            "its config.json, the device and the memory."
         ) from error
-    report = loaded[1]
+    _check_report(folder, loaded[1])
+    model.train(False)
+    model.requires_grad_(False)
+    return model
+
+
+def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Refuse a model of which from_pretrained found only a part, or parts of another size."""
+    if wrong := sorted(report["mismatched_keys"]):
+        name, found, expected = wrong[0]
+        raise ModelLoadError(
+            f"{folder} has {len(wrong)} weights of another shape than its config.json says, among "
+            f"them {name}: {tuple(found)}, not {tuple(expected)}. Take both from one place."
+        )
     if missing := sorted(report["missing_keys"]):
         raise ModelLoadError(
             f"{folder} lacks {len(missing)} of the model's weights, among them {missing[:3]}. "
@@ -184,9 +198,6 @@ def _read_model(
         logger.warning(
             "weights without a place in the model: folder=%s keys=%s", folder, unexpected
         )
-    model.train(False)
-    model.requires_grad_(False)
-    return model
 
 
 @contextmanager

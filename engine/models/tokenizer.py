@@ -33,8 +33,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(
-            f"{folder} has no tokenizer that can be read: {error}. Put the model's tokenizer.json "
-            "and tokenizer_config.json beside its config.json."
+            f"{folder} has no tokenizer that can be read ({str(error).splitlines()[0]}). Put the "
+            "model's tokenizer.json and tokenizer_config.json beside its config.json."
         ) from error
     return tokenizer
 

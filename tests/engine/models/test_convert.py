@@ -49,9 +49,14 @@ def test_logits_are_those_of_the_model_written(
 def test_logits_are_those_of_transformers_own_gguf_loader(
     family: str, cache: Path, tmp_path: Path
 ) -> None:
-    # transformers leaves Gemma's query scale at 1 / sqrt(256), whatever the size of a head.
-    changes = {"head_dim": 256, "query_pre_attn_scalar": 256} if family == "gemma3" else {}
-    write_gguf(tmp_path / "tiny.gguf", family, tiny_family(family, **changes), Type.Q8_0)
+    # transformers does not read Qwen3's size of a head nor Gemma's query scale from the file: it is
+    # right where they are the usual ones.
+    usual: dict[str, dict[str, int]] = {
+        "qwen3": {"head_dim": 128},
+        "gemma3": {"head_dim": 256, "query_pre_attn_scalar": 256},
+    }
+    model = tiny_family(family, **usual.get(family, {}))
+    write_gguf(tmp_path / "tiny.gguf", family, model, Type.Q8_0)
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="tiny.gguf", dtype=torch.float32
     )

@@ -96,7 +96,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "no embedding": ({"leave_out": ("token_embd.weight",)}, "no tensor token_embd.weight"),
     "wrong shape": (
         {"metadata": {"feed_forward_length": 480}},
-        r"ffn_gate.weight of shape \(512, 256\), not \(480, 256\)",
+        r"ffn_gate.weight of shape \(256, 256\), not \(480, 256\)",
     ),
     "more layers than said": ({"metadata": {"block_count": 1}}, "no place for.*blk.1"),
     "experts": (

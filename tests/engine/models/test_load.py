@@ -16,8 +16,15 @@ from tiny import EOS_ID, VOCAB_SIZE, tiny_model
 from tiny_gguf import FAMILIES, TOKENS, tiny_family
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        *((family, torch.float32) for family in FAMILIES),
+        ("llama", torch.bfloat16),
+        ("llama", torch.float16),
+    ],
+    ids=str,
+)
 def test_logits_are_those_of_transformers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     tiny_family(family).to(dtype).save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
@@ -129,7 +136,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "wrong shape": (
         _weights(lambda tensors: tensors.update({"lm_head.weight": torch.zeros(64, 31)})),
-        "cannot be loaded",
+        r"1 weights of another shape .* lm_head.weight: \(64, 31\), not \(64, 32\)",
     ),
     "config of another size": (
         lambda folder: _edit(folder / "config.json", num_hidden_layers=3),
