@@ -302,6 +302,7 @@ def _rope_from_factors(theta: float, factors: torch.Tensor, keys: _Keys) -> dict
         return {"rope_type": "llama3", "factor": largest, **_LLAMA3}
     return {
         "rope_type": "longrope",
+        "factor": 1.0,
         "short_factor": factors.tolist(),
         "long_factor": factors.tolist(),
         "attention_factor": 1.0,
