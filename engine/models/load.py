@@ -1,0 +1,231 @@
+"""Any name of a model -> its weights in memory, in transformers' own class.
+
+Does not know how the model will be run: attention is a name that the caller registered.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from headway.engine.errors import ModelLoadError
+from headway.engine.models.cache import Progress, no_progress
+from headway.engine.models.convert import convert_gguf
+from headway.engine.models.store import resolve
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run: no gradients, evaluation mode, weights on their device."""
+
+    name: str
+    """As the caller named it."""
+    path: Path
+    """The Hugging Face folder that it came from; its tokenizer is there."""
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    vocab_size: int
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    """Every token that ends an answer; empty if the model names none."""
+
+
+def load_model(
+    name_or_path: str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    attention: str = "sdpa",
+    progress: Progress = no_progress,
+) -> LoadedModel:
+    """Load a model by any name that store.resolve takes.
+
+    `attention` is a name in transformers' AttentionInterface.
+
+    Raises:
+        ModelLoadError: the model cannot be found, read, converted or held in memory.
+    """
+    path = resolve(name_or_path, progress)
+    folder = convert_gguf(path, progress) if path.is_file() else path
+    config = _read_config(folder)
+    num_bytes = _num_weights(folder) * dtype.itemsize
+    _check_memory(folder, num_bytes, torch.device(device))
+    progress("load", 0, num_bytes)
+    model = _read_model(folder, config, dtype, attention, torch.device(device))
+    progress("load", num_bytes, num_bytes)
+    return LoadedModel(
+        name=name_or_path,
+        path=folder,
+        model=model,
+        config=model.config,
+        dtype=dtype,
+        vocab_size=config.get_text_config().vocab_size,
+        max_context_tokens=config.get_text_config().max_position_embeddings,
+        eos_token_ids=_eos_token_ids(model.generation_config, config),
+    )
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(
+            f"{folder}/config.json cannot be used: {_first_line(error)} Models that need code of "
+            "their own cannot be loaded."
+        ) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelLoadError(
+            f"{folder} holds a model of type {config.model_type!r}, which does not generate text. "
+            "Give a causal language model, such as Llama, Qwen or Gemma 3."
+        )
+    return config
+
+
+def _num_weights(folder: Path) -> int:
+    """Count the values in the folder's safetensors, reading nothing but their headers."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelLoadError(
+            f"{folder} has no .safetensors file. Other formats are not read, because loading them "
+            "can run code: convert the model with transformers' save_pretrained."
+        )
+    total = 0
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                keys = file.keys()
+                total += sum(math.prod(file.get_slice(key).get_shape()) for key in keys)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(
+                f"{path} is not a whole safetensors file: {_first_line(error)} Download it again."
+            ) from error
+    return total
+
+
+def _check_memory(folder: Path, num_bytes: int, device: torch.device) -> None:
+    if device.type == "cuda":
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+    else:
+        free_bytes = _free_host_bytes()
+    if num_bytes > free_bytes:
+        raise ModelLoadError(
+            f"the weights of {folder} need {num_bytes / 1e9:.1f} GB on {device} and "
+            f"{free_bytes / 1e9:.1f} GB are free. Take a smaller model or a 16-bit dtype, or free "
+            "memory."
+        )
+
+
+def _free_host_bytes() -> int:
+    """Return the memory that can be taken, within the control group's limit if there is one."""
+    available = [line for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
+    free = [1 << 62, *(int(line.split()[1]) * 1024 for line in available)]
+    limit = _lines(Path("/sys/fs/cgroup/memory.max"))
+    used = _lines(Path("/sys/fs/cgroup/memory.current"))
+    cached = [
+        line for line in _lines(Path("/sys/fs/cgroup/memory.stat")) if line.startswith("file ")
+    ]
+    if limit and used and cached and limit[0] != "max":
+        free.append(int(limit[0]) - int(used[0]) + int(cached[0].split()[1]))
+    return min(free)
+
+
+def _lines(path: Path) -> list[str]:
+    """Return a system file's lines; none where there is no such file."""
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def _read_model(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, attention: str, device: torch.device
+) -> PreTrainedModel:
+    try:
+        with _quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are in the report, and refused below
+            )
+        model: PreTrainedModel = loaded[0].to(device)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
+        raise ModelLoadError(
+            f"{folder} cannot be loaded with dtype {dtype} on {device}: {_first_line(error)} Check "
+            "its config.json, the device and the memory."
+        ) from error
+    _check_report(folder, loaded[1])
+    model.train(False)
+    model.requires_grad_(False)
+    return model
+
+
+def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
+    """Refuse a model of which from_pretrained found only a part, or parts of another size."""
+    if wrong := sorted(report["mismatched_keys"]):
+        name, found, expected = wrong[0]
+        raise ModelLoadError(
+            f"{folder} has {len(wrong)} weights of another shape than its config.json says, among "
+            f"them {name}: {tuple(found)}, not {tuple(expected)}. Take both from one place."
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelLoadError(
+            f"{folder} lacks {len(missing)} of the model's weights, among them {missing[:3]}. "
+            "Download it again, and all of its .safetensors files."
+        )
+    if unexpected := sorted(report["unexpected_keys"]):
+        logger.warning(
+            "weights without a place in the model: folder=%s keys=%s", folder, unexpected
+        )
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep transformers' bars and advice off the terminal: the caller has its own progress."""
+    log: Any = transformers.utils.logging  # its functions are not typed
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()
+
+
+def _eos_token_ids(
+    generation: GenerationConfig | None, config: PreTrainedConfig
+) -> tuple[int, ...]:
+    ids = generation.eos_token_id if generation else None
+    if ids is None:
+        ids = config.get_text_config().eos_token_id
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".") + "."

@@ -1,0 +1,79 @@
+"""The models that Headway can pull: their logits, their tokens, and how fast they are here again.
+
+Token ids below are llama.cpp's (llama-cpp-python 0.3.36) for the same files.
+"""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from headway.engine.models.convert import convert_gguf
+from headway.engine.models.load import load_model
+from headway.engine.models.tokenizer import load_tokenizer, render_chat
+
+TEXT = "Hello 12345, it's   2024!\n\n\tdef f(x):"
+
+
+def assert_same_logits(ours: PreTrainedModel, path: Path, tokens: torch.Tensor) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    with torch.inference_mode():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens).logits, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_smollm2_has_the_logits_of_transformers_own_loader(smollm2: Path) -> None:
+    loaded = load_model("smollm2-135m")
+    assert (loaded.vocab_size, loaded.max_context_tokens) == (49152, 8192)
+    assert_same_logits(loaded.model, smollm2, torch.arange(100, 148)[None])
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+@pytest.mark.timeout(300)
+def test_gemma3_has_the_logits_of_transformers_own_loader(gemma3: Path) -> None:
+    loaded = load_model("gemma3-270m")
+    assert loaded.eos_token_ids == (1, 106)
+    past_the_window = torch.arange(1000, 1000 + 530)[None]
+    assert_same_logits(loaded.model, gemma3, past_the_window)
+
+
+@pytest.mark.real_model
+def test_smollm2_is_here_again_in_about_a_second(smollm2: Path) -> None:
+    convert_gguf(smollm2)
+    begin = time.perf_counter()
+    loaded = load_model("smollm2-135m")
+    seconds = time.perf_counter() - begin
+    print(f"second load of smollm2-135m: {seconds:.2f} s")  # noqa: T201
+    assert seconds < 5
+    assert loaded.eos_token_ids == (2, 0)
+
+
+@pytest.mark.real_model
+def test_smollm2_tokens_are_llama_cpps(smollm2: Path) -> None:
+    tokenizer = load_tokenizer(convert_gguf(smollm2))
+    ids = [19556, 216, 33, 34, 35, 36, 37, 28, 357, 506, 333, 34, 32, 34, 36, 17, 1116, 197, 1604]
+    assert tokenizer(TEXT).input_ids == [*ids, 275, 24, 104, 727]
+    assert tokenizer.decode(tokenizer(TEXT).input_ids) == TEXT
+    prompt = render_chat(tokenizer, [{"role": "user", "content": "hi"}])
+    assert prompt.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer(prompt, add_special_tokens=False).input_ids[0] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_gemma3_tokens_are_llama_cpps(gemma3: Path) -> None:
+    tokenizer = load_tokenizer(convert_gguf(gemma3))
+    ids = [9259, 236743, 236770, 236778, 236800, 236812, 236810, 236764, 625, 236789, 236751, 139]
+    rest = [236778, 236771, 236778, 236812, 236888, 108, 255968, 2063, 517, 236769, 236781, 1473]
+    assert tokenizer(TEXT).input_ids == [2, *ids, *rest]
+    turn = "a<end_of_turn>\n<start_of_turn>model\nhi"
+    plain = tokenizer(turn, add_special_tokens=False).input_ids
+    assert plain == [236746, 106, 107, 105, 4368, 107, 2202]
+    assert tokenizer.decode(plain) == turn
