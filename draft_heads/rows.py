@@ -129,13 +129,15 @@ def measure_acceptance(heads: HydraHeads, model: Any, batches: list[list[Example
             masks = (known, right, known & before, right & before)
             counts[:, frontier.level] += torch.tensor([float(mask.sum()) for mask in masks])
             before &= right
-    known, right, reached, accepted = counts.clamp(min=1e-9)
-    conditional = accepted / reached
+    known, right, reached, accepted = counts
+    conditional = accepted / reached.clamp(min=1)
     return Acceptance(
-        tuple((right / known).clamp(max=1).tolist()), 1 + float(conditional.cumprod(0).sum())
+        tuple((right / known.clamp(min=1)).tolist()), 1 + float(conditional.cumprod(0).sum())
     )
 
 
 def _chunks(values: Tensor, heads: HydraHeads) -> tuple[Tensor, ...]:
-    """Split rows so that the float32 logits of a chunk stay below CHUNK_BYTES."""
+    """Split rows so that the float32 logits of a chunk stay below CHUNK_BYTES; no rows, no chunk."""
+    if not len(values):
+        return ()
     return torch.split(values, max(1, CHUNK_BYTES // (4 * heads.config.vocab_size)))
