@@ -67,7 +67,7 @@ class HeadsTrainConfig:
     max_chat_tokens: int = 1024
     """Longer chats are cut here."""
     learning_rate: float = 1e-3
-    """Peak of the schedule."""
+    """Peak of the schedule, for inputs of unit size; larger ones are learnt from with smaller steps."""
     weight_decay: float = 0.01
     """Decay of AdamW."""
     warmup_ratio: float = 0.04

@@ -113,7 +113,7 @@ class HydraHeads(nn.Module):
 
         hidden: [N, H] h_t; root_ids: [N] int64, x_t+1.
         """
-        sums = self._feed(0, hidden, num_levels) + self._feed(1, self._embed(root_ids), num_levels)
+        sums = self._feed(0, hidden, num_levels) + self._feed(1, self.embed(root_ids), num_levels)
         return Frontier(0, sums)
 
     def extend(self, frontier: Frontier, rows: Tensor | slice, token_ids: Tensor) -> Frontier:
@@ -124,7 +124,7 @@ class HydraHeads(nn.Module):
         sums = frontier.sums[rows, 1:]
         return Frontier(
             frontier.level + 1,
-            sums + self._feed(frontier.level + 2, self._embed(token_ids), sums.shape[1]),
+            sums + self._feed(frontier.level + 2, self.embed(token_ids), sums.shape[1]),
         )
 
     def features(self, frontier: Frontier) -> Tensor:
@@ -146,7 +146,8 @@ class HydraHeads(nn.Module):
         """Score the next token of each branch: [N, V]."""
         return self.project(frontier.level, self.features(frontier))
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Look token ids [...] up in the target's input embedding: [..., H]."""
         return self._ends.embed(token_ids)  # type: ignore[no-any-return] # a module's call is Any
 
     def _feed(self, place: int, values: Tensor, num_levels: int) -> Tensor:

@@ -66,7 +66,8 @@ def train_heads(
     started, num_rows = time.monotonic(), 0
     best, best_step = Acceptance((), -math.inf), 0
     optimizer = torch.optim.AdamW(
-        heads.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
+        parameter_groups(heads, compute_rows(model, schedule[0], config.num_heads)),
+        weight_decay=config.weight_decay,
     )
     with (
         _bar(console or Console(quiet=True)) as bar,
@@ -107,6 +108,26 @@ def new_heads(model: Any, config: HeadsTrainConfig) -> HydraHeads:
     heads = HydraHeads(shape, TargetEnds.of(model)).to(model.device)
     heads.copy_output_head()
     return heads
+
+
+def parameter_groups(heads: HydraHeads, rows: HeadRows) -> list[dict[str, object]]:
+    """Group the parameters by the size of what they are multiplied with.
+
+    A step of Adam changes a weight by the learning rate, and so a product by the rate times the input.
+    SmolLM2's embeddings are 16 times smaller than its hidden states: with one rate for both, heads
+    would learn from the drafted tokens 16 times more slowly. Each group's rate is divided by the root
+    mean square of its input.
+    """
+    hidden_rms, embedding_rms = (
+        max(float(values.float().square().mean().sqrt()), 1e-6)
+        for values in (rows.hidden, heads.embed(rows.given))
+    )
+    embedding_readers = list(heads.inputs[1:].parameters())
+    hidden_readers = [*heads.inputs[0].parameters(), *heads.outputs.parameters()]
+    return [
+        {"params": hidden_readers, "input_rms": hidden_rms},
+        {"params": embedding_readers, "input_rms": embedding_rms},
+    ]
 
 
 def rate_factor(step: int, num_steps: int, warmup_ratio: float) -> float:
@@ -177,7 +198,7 @@ def _step(
             "model's own logits are finite in this dtype"
         )
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate / group["input_rms"]
     optimizer.step()
     return losses
 

@@ -10,7 +10,8 @@ from itertools import pairwise
 
 from headway.engine.tree import MAX_NODES
 
-Path = tuple[int, ...]
+Ranks = tuple[int, ...]
+"""A node, named by the ranks on the way down to it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class TreeShape:
     Raises ValueError where a node lacks its parent or its better-ranked sibling.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[Ranks, ...]
 
     def __post_init__(self) -> None:
         if list(self.paths) != sorted(set(self.paths), key=lambda path: (len(path), path)):

@@ -28,6 +28,15 @@ def sentence(seed: int, length: int = 24) -> list[int]:
     return [FIRST + word for word in words]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small gain nothing from a second thread."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="module")
 def fitted() -> LlamaForCausalLM:
     """The tiny model after a short training on the language: a target worth drafting for."""
@@ -43,8 +52,8 @@ def fitted() -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Iterator[Write]:
-    """Write sentences to a file and make a config that trains on it, on one thread."""
+def write(tmp_path: Path) -> Write:
+    """Write sentences to a file and make a config that trains on it."""
 
     def make(sentences: list[list[int]], **changes: object) -> HeadsTrainConfig:
         path = tmp_path / "data.jsonl"
@@ -59,10 +68,7 @@ def write(tmp_path: Path) -> Iterator[Write]:
         )  # fmt: skip
         return replace(config, **changes)
 
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield make
-    torch.set_num_threads(num_threads)
+    return make
 
 
 def log_of(config: HeadsTrainConfig) -> list[dict[str, object]]:
