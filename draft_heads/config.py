@@ -1,4 +1,4 @@
-"""The settings of draft heads: HydraConfig, what heads are, and HeadsTrainConfig, how to train them.
+"""The settings of draft heads: HydraConfig, what they are; HeadsTrainConfig, how to train them.
 
 Each docstring under a field of HeadsTrainConfig is its help text on the command line.
 """
@@ -47,7 +47,7 @@ class HeadsTrainConfig:
     """Train draft heads for a model on a file of chats."""
 
     data: str
-    """JSONL file: one chat a line, {"messages": [...]}, {"conversations": [...]} or {"text": ...}."""
+    """JSONL file, a chat a line: {"messages": [...]}, {"conversations": [...]} or {"text": ...}."""
     out: str
     """Folder to write the heads to; it may not hold heads yet."""
     model: str = "smollm2-135m"
@@ -57,7 +57,7 @@ class HeadsTrainConfig:
     tree: TreeName = "chain"
     """Tree that is drafted: a chain of one node a head, or eight nodes on five levels."""
     own_output_heads: bool = False
-    """Give each head a vocabulary projection of its own, as published: far larger and slower heads."""
+    """Give each head a vocabulary projection of its own, as published: far larger heads."""
     epochs: int = 3
     """Passes over the data."""
     max_steps: int = 0
@@ -67,7 +67,7 @@ class HeadsTrainConfig:
     max_chat_tokens: int = 1024
     """Longer chats are cut here."""
     learning_rate: float = 1e-3
-    """Peak of the schedule, for inputs of unit size; larger ones are learnt from with smaller steps."""
+    """Peak of the schedule, for inputs of unit size; larger inputs get smaller steps."""
     weight_decay: float = 0.01
     """Decay of AdamW."""
     warmup_ratio: float = 0.04

@@ -110,9 +110,9 @@ def tokenize_chat(
 ) -> list[tuple[list[int], list[bool]]]:
     """Render a chat and mark what the assistant writes: its text and the end-of-turn token.
 
-    The template is rendered up to each answer, without and with it, and the two pieces are tokenised
-    apart, as in serving, where the prompt is tokens before the answer exists. Templates that rewrite
-    earlier turns (they drop old reasoning) start a new example where a render stops being a
+    The template is rendered up to each answer, without and with it, and the two pieces are
+    tokenised apart, as in serving, where the prompt is tokens before the answer exists. Templates
+    that rewrite earlier turns (they drop old reasoning) start a new example where a render is no
     continuation of the last one.
     """
     examples: list[tuple[list[int], list[bool]]] = []
@@ -124,7 +124,7 @@ def tokenize_chat(
         whole = _render(tokenizer, messages[: index + 1], add_generation_prompt=False)
         if not whole.startswith(prompt):
             raise HeadsTrainError(
-                f"message {index}: the chat template renders the answer as no continuation of its prompt"
+                f"message {index}: the chat template does not render the answer after its prompt"
             )
         if not examples or not prompt.startswith(text):
             examples.append(([], []))
@@ -167,8 +167,8 @@ def align(example: Example, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     x_t+2+k. All of x_t+1 .. x_t+2+k have to be learnt tokens: in serving the root is already one,
     and no draft reaches past the end of a turn.
 
-    Returns positions [N], given [N, K] (x_t+1 .. x_t+K) and labels [N, K] (x_t+2 .. x_t+1+K, IGNORED
-    where there is none), all int64; rows without a single label are left out.
+    Returns positions [N], given [N, K] (x_t+1 .. x_t+K) and labels [N, K] (x_t+2 .. x_t+1+K,
+    IGNORED where there is none), all int64; rows without a single label are left out.
 
     Example, K = 2, ids 10 11 12 13 14, learnt from 11 on:
 
@@ -198,7 +198,7 @@ def split(
 
 
 def batches(examples: list[Example], batch_tokens: int) -> list[list[Example]]:
-    """Group examples, in order, so that a group padded to its longest has at most `batch_tokens`."""
+    """Group examples, in order: padded to its longest, a group has at most `batch_tokens`."""
     groups: list[list[Example]] = []
     longest = 0
     for example in examples:

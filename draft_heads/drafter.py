@@ -30,8 +30,8 @@ class HydraDrafter:
         shape = tree or heads.config.tree
         if shape.num_levels > heads.config.num_heads:
             raise ValueError(
-                f"tree: is {shape.num_levels} levels deep; these {heads.config.num_heads} heads draft "
-                f"at most {heads.config.num_heads}"
+                f"tree: is {shape.num_levels} levels deep; these heads draft at most "
+                f"{heads.config.num_heads}"
             )
         self._prefixes = [shape.prefix(num_nodes) for num_nodes in range(len(shape.paths) + 1)]
         self._hidden: dict[Sequence, Tensor] = {}
@@ -39,8 +39,8 @@ class HydraDrafter:
     def propose(self, sequences: Seq[Sequence], max_drafted: Seq[int]) -> list[DraftTree]:
         """Draft for each sequence a tree under its last token, of at most `max_drafted[i]` drafts.
 
-        A smaller tree is the first part, breadth first, of the full one. A sequence whose last hidden
-        state is not known, or whose prompt is not computed yet, gets its root alone.
+        A smaller tree is the first part, breadth first, of the full one. A sequence whose last
+        hidden state is not known, or whose prompt is not computed yet, gets its root alone.
         """
         trees = [DraftTree.root_only(sequence.tokens[-1]) for sequence in sequences]
         shapes = [self._prefixes[min(num, len(self._prefixes) - 1)] for num in max_drafted]
@@ -77,9 +77,7 @@ class HydraDrafter:
         tokens = [[sequence.tokens[-1]] for sequence in sequences]  # [sequence][node]
         num_levels = max(shape.num_levels for shape in shapes)
         width = max(shape.width for shape in shapes)
-        rows = [
-            (i, 0) for i in range(len(sequences))
-        ]  # the (sequence, node) that each branch ends in
+        rows = [(i, 0) for i in range(len(sequences))]  # (sequence, node) where each branch ends
         frontier = self._heads.begin(
             hidden, torch.tensor([ids[0] for ids in tokens], device=hidden.device), num_levels
         )

@@ -5,6 +5,7 @@ Knows hidden states and token ids, nothing of sequences, trees of a request, fil
 Letters: N rows (branches), H hidden size, V vocabulary, K heads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,13 @@ from headway.draft_heads.config import HydraConfig
 class TargetEnds:
     """The two ends of the target model that heads borrow: frozen, never saved, never moved.
 
-    They are called as modules, not read as weights, so that a model whose weights are packed will do.
+    They are called, not read as weights, so that a model whose weights are packed will do.
     """
 
-    embed: nn.Module
-    project: nn.Module
+    embed: Callable[[Tensor], Tensor]
+    """Token ids [...] to input embeddings [..., H]."""
+    project: Callable[[Tensor], Tensor]
+    """Last hidden states [..., H] to logits [..., V]."""
     dtype: torch.dtype
     device: torch.device
 
@@ -57,14 +60,13 @@ class HydraHeads(nn.Module):
     h_t is the target's last hidden state after its final norm, E its input embedding, x_t+1 a token
     that the target has already chosen.
 
-    Running sums. A matrix times a concatenation is a sum, R_i u_i = R_i[0] h + R_i[1] E(x_t+1) + ..,
+    Running sums. A matrix times a concatenation is a sum, R_i u_i = R_i[0] h + R_i[1] E(x_t+1) ...,
     so the matrices are stored by input place, not by head: `inputs[p]` holds the H x H blocks of
-    all heads that read place p, R and A side by side. A branch carries the sums of the heads that
-    are still to come, and one more token costs it one product with one H x H block per matrix left,
-    (levels left) x 2 H^2, whatever the depth. Nothing that an ancestor paid for is paid again by its
-    children: in a tree the hidden state is multiplied once, not once a node, and no concatenation
-    is ever built. (The other way, to sum up when a head's turn comes, would re-read the ancestors;
-    on a chain both cost the same.)
+    all heads that read place p, R and A side by side. A branch carries the sums of the heads still
+    to come, and one more token costs it one H x H block per matrix left, (levels left) x 2 H^2.
+    What an ancestor paid for is never paid again by its children: in a tree the hidden state is
+    multiplied once, not once a node, and no concatenation is built. (To sum up only when a head's
+    turn comes would re-read the ancestors of every node; on a chain both ways cost the same.)
 
     Example, K = 3: inputs[0] and inputs[1] feed heads 0 1 2, inputs[2] heads 1 2, inputs[3] head 2.
 
@@ -100,7 +102,7 @@ class HydraHeads(nn.Module):
 
     @torch.no_grad()
     def copy_output_head(self) -> None:
-        """Start the heads' own vocabulary projections as copies of the target's (own_output_heads)."""
+        """Start the heads' own vocabulary projections, if any, as copies of the target's."""
         units = torch.eye(self.config.hidden_size, dtype=self._ends.dtype, device=self._ends.device)
         bias = self._ends.project(torch.zeros_like(units[0]))
         weight = (self._ends.project(units) - bias).T
@@ -135,12 +137,13 @@ class HydraHeads(nn.Module):
     def project(self, level: int, features: Tensor) -> Tensor:
         """Turn z [N, H] of head `level` into logits [N, V]."""
         if self.outputs:
-            return self.outputs[level](features)  # type: ignore[no-any-return] # a module's call is Any
-        return self._ends.project(features.to(self._ends.dtype))  # type: ignore[no-any-return] # same
+            logits: Tensor = self.outputs[level](features)
+            return logits
+        return self._ends.project(features.to(self._ends.dtype))
 
     def target_logits(self, hidden: Tensor) -> Tensor:
         """Turn the target's own hidden states [N, H] into its logits [N, V]."""
-        return self._ends.project(hidden)  # type: ignore[no-any-return] # a module's call is Any
+        return self._ends.project(hidden)
 
     def logits(self, frontier: Frontier) -> Tensor:
         """Score the next token of each branch: [N, V]."""
@@ -148,10 +151,10 @@ class HydraHeads(nn.Module):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look token ids [...] up in the target's input embedding: [..., H]."""
-        return self._ends.embed(token_ids)  # type: ignore[no-any-return] # a module's call is Any
+        return self._ends.embed(token_ids)
 
     def _feed(self, place: int, values: Tensor, num_levels: int) -> Tensor:
-        """Products [N, levels, 2, H] of one input place with the first `num_levels` that read it."""
+        """Multiply one input place for its first `num_levels` readers: [N, levels, 2, H]."""
         size = self.config.hidden_size
         end = num_levels * 2 * size
         linear = self.inputs[place]

@@ -39,7 +39,7 @@ class HeadRows:
 def compute_rows(model: Any, examples: list[Example], num_heads: int) -> HeadRows:
     """Run the frozen target over a batch and gather the rows to learn from.
 
-    The states are those after the model's final norm, the same kind that serving hands to `observe`.
+    The states are those after the model's final norm, the kind that serving hands to `observe`.
     """
     longest = max(len(example.ids) for example in examples)
     # Padding stands on the right, where no real token can attend to it.
@@ -137,7 +137,7 @@ def measure_acceptance(heads: HydraHeads, model: Any, batches: list[list[Example
 
 
 def _chunks(values: Tensor, heads: HydraHeads) -> tuple[Tensor, ...]:
-    """Split rows so that the float32 logits of a chunk stay below CHUNK_BYTES; no rows, no chunk."""
-    if not len(values):
+    """Split rows so that the float32 logits of a chunk stay below CHUNK_BYTES."""
+    if not len(values):  # torch.split would return one empty chunk, whose mean loss is NaN.
         return ()
     return torch.split(values, max(1, CHUNK_BYTES // (4 * heads.config.vocab_size)))

@@ -39,8 +39,8 @@ def save_heads(
 ) -> None:
     """Write heads for `model`, over older ones if there are any.
 
-    Both files are written in full beside their places before either is moved: a full disk leaves the
-    older heads whole. A crash between the two moves leaves a pair whose digests differ; loading it fails.
+    Both files are written in full beside their places before either is moved: a full disk leaves
+    the older heads whole. A crash between the two moves leaves a pair that load_heads refuses.
     """
     config = heads.config
     tensors = {name: tensor.contiguous() for name, tensor in heads.state_dict().items()}
@@ -59,7 +59,7 @@ def save_heads(
     }
     folder.mkdir(parents=True, exist_ok=True)
     contents = {WEIGHTS_FILE: weights, CONFIG_FILE: json.dumps(record, indent=2).encode()}
-    parts = {folder / f".{name}.{os.getpid()}.part": folder / name for name in contents}
+    parts = {folder / f".{name}.part": folder / name for name in contents}
     try:
         for part, content in zip(parts, contents.values(), strict=True):
             with part.open("wb") as file:
@@ -106,8 +106,8 @@ def _read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ModelLoadError(
-            f"{path}: cannot be read: {error.strerror}; a folder of draft heads holds {CONFIG_FILE} "
-            f"and {WEIGHTS_FILE}, as `headway heads train` writes them"
+            f"{path}: cannot be read: {error.strerror}; a folder of draft heads holds "
+            f"{CONFIG_FILE} and {WEIGHTS_FILE}, as `headway heads train` writes them"
         ) from error
 
 
@@ -146,16 +146,16 @@ def _config_of(record: Mapping[str, Any]) -> HydraConfig:
 def target_sketch(model: Any) -> Tensor:
     """Take 256 numbers, float32, that tell one model's weights from another's.
 
-    They are four places in the embeddings of 64 tokens spread over the vocabulary: readable whatever
-    way the weights are held, and equal within rounding whatever the dtype. A model that was tuned
-    with its embeddings frozen has the same sketch; heads still work for it, if less well.
+    They are four places in the embeddings of 64 tokens spread over the vocabulary: readable however
+    the weights are held, and equal within rounding whatever the dtype. A model that was tuned with
+    its embeddings frozen has the same sketch; heads still work for it, if less well.
     """
     ends = TargetEnds.of(model)
     text = model.config.get_text_config()
     ids = torch.linspace(0, text.vocab_size - 1, 64).long().to(ends.device)
     places = torch.linspace(0, text.hidden_size - 1, 4).long().to(ends.device)
     with torch.no_grad():
-        return ends.embed(ids)[:, places].flatten().float().cpu()  # type: ignore[no-any-return] # a module's call is Any
+        return ends.embed(ids)[:, places].flatten().float().cpu()
 
 
 def _architecture(model: Any) -> dict[str, object]:
@@ -193,6 +193,6 @@ def _check_target(
         problems = ["the weights differ (embeddings of 64 sampled tokens)"]
     if problems:
         raise ModelLoadError(
-            f"{folder}: these heads were trained for {target.get('name')!r}, another model than the "
-            f"one being served: {'; '.join(problems)}; serve that model or train heads for this one"
+            f"{folder}: these heads were trained for {target.get('name')!r}, another model than "
+            f"the one being served: {'; '.join(problems)}; serve that model or train heads for this"
         )

@@ -1,6 +1,6 @@
 """Trains draft heads for a frozen model: `headway heads train`.
 
-Hidden states are recomputed in every epoch, never stored. What the rows and the loss are is rows.py's.
+Hidden states are recomputed in every epoch, never stored. Rows and loss are defined in rows.py.
 """
 
 import json
@@ -55,7 +55,7 @@ def train_heads(
 ) -> TrainReport:
     """Train heads for a transformers model on config.data and write the best to config.out.
 
-    A line of out/training.jsonl tells of every step and every measurement. Without a console nothing
+    out/training.jsonl gets a line for every step and every measurement. Without a console nothing
     is shown. Raises HeadsTrainError for bad data, a folder in use, or a loss that is no number.
     """
     out = _make_folder(Path(config.out))
@@ -113,10 +113,10 @@ def new_heads(model: Any, config: HeadsTrainConfig) -> HydraHeads:
 def parameter_groups(heads: HydraHeads, rows: HeadRows) -> list[dict[str, object]]:
     """Group the parameters by the size of what they are multiplied with.
 
-    A step of Adam changes a weight by the learning rate, and so a product by the rate times the input.
-    SmolLM2's embeddings are 16 times smaller than its hidden states: with one rate for both, heads
-    would learn from the drafted tokens 16 times more slowly. Each group's rate is divided by the root
-    mean square of its input.
+    A step of Adam changes a weight by the learning rate, and so a product by the rate times the
+    input. SmolLM2's embeddings are 16 times smaller than its hidden states: with one rate for both,
+    heads would learn from the drafted tokens 16 times more slowly. So each group's rate is divided
+    by the root mean square of its input.
     """
     hidden_rms, embedding_rms = (
         max(float(values.float().square().mean().sqrt()), 1e-6)
@@ -164,8 +164,8 @@ def _load_data(
     examples = [example for example in found if len(align(example, config.num_heads)[0])]
     if len(examples) < 2:
         raise HeadsTrainError(
-            f"data: {path} has {len(examples)} chats with an answer of two tokens or more in their "
-            f"first {config.max_chat_tokens} tokens; one to learn from and one to hold out are the least"
+            f"data: {path} has {len(examples)} chats with an answer of two tokens or more within "
+            f"{config.max_chat_tokens} tokens; at least 2 are needed, one of them to hold out"
         )
     return *split(examples, config.eval_fraction, config.seed), len(found) - len(examples)
 
@@ -193,9 +193,9 @@ def _step(
     norm = torch.nn.utils.clip_grad_norm_(heads.parameters(), MAX_GRADIENT_NORM)
     if not math.isfinite(sum(losses) + float(norm)):
         raise HeadsTrainError(
-            f"the losses are {losses} and the gradient's norm is {float(norm)}; the best heads so far "
-            f"stay in {config.out}; lower learning_rate ({config.learning_rate}) or check that the "
-            "model's own logits are finite in this dtype"
+            f"the losses are {losses} and the gradient's norm is {float(norm)}; the best heads so "
+            f"far stay in {config.out}; lower learning_rate ({config.learning_rate}) or check that "
+            "the model's own logits are finite in this dtype"
         )
     for group in optimizer.param_groups:
         group["lr"] = rate / group["input_rms"]

@@ -49,7 +49,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def make_heads(model: LlamaForCausalLM) -> Callable[..., HydraHeads]:
-    """Heads for the tiny model, every weight random, so that no term of a formula is hidden by a zero."""
+    """Heads for the tiny model, every weight random, so that no zero hides a term."""
 
     def make(
         num_heads: int = 4, tree: TreeShape | None = None, *, own_output_heads: bool = False

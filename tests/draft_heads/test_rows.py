@@ -135,7 +135,7 @@ def accepted_in_serving(heads: HydraHeads, model: LlamaForCausalLM, example: Exa
 
 
 def test_acceptance_is_what_serving_sees(make_heads: MakeHeads, model: LlamaForCausalLM) -> None:
-    """The mismatch test, on text that random heads are often right about: their own drafts, disturbed."""
+    """The mismatch test, on text that random heads are often right about: their own drafts."""
     heads, num_heads = make_heads(3), 3
     drafter, tokens = HydraDrafter(heads), list(random_example(6, 4).ids)
     for num_kept in [0, 3, 1, 2, 3, 0, 2, 3, 1, 3, 0, 2]:

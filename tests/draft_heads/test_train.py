@@ -1,6 +1,6 @@
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ Write = Callable[..., HeadsTrainConfig]
 
 
 def sentence(seed: int, length: int = 24) -> list[int]:
-    """A language of order two: a token is decided by the two before it, one in sixteen by chance."""
+    """A language of order two: two tokens decide the next, but one in sixteen is chance."""
     generator = torch.Generator().manual_seed(seed)
     words = torch.randint(COUNT, (length,), generator=generator).tolist()
     chance = torch.rand(length, generator=generator).tolist()
@@ -26,15 +26,6 @@ def sentence(seed: int, length: int = 24) -> list[int]:
         if chance[i] > 1 / 16:
             words[i] = (3 * words[i - 1] + words[i - 2] // 29 + 1) % COUNT
     return [FIRST + word for word in words]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from a second thread."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +94,7 @@ def test_heads_learn_to_draft(
 def test_nothing_is_learnt_from_noise(
     fitted: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, write: Write
 ) -> None:
-    """The other leak test: a loss below the text's entropy, log 58, would mean that labels are seen."""
+    """The other leak test: a loss below the text's entropy, log 58, would mean a leak."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(FIRST, VOCAB_SIZE, (400, 24), generator=generator).tolist()
     config = write(noise, epochs=1, learning_rate=2e-3)
