@@ -76,6 +76,13 @@ def test_another_target_is_refused(folder: Path, changes: dict[str, int], messag
         load_heads(folder, tiny_model(**changes))
 
 
+def test_a_tuned_target_is_refused(folder: Path) -> None:
+    tuned = tiny_model()
+    tuned.model.embed_tokens.weight *= 1.05
+    with pytest.raises(ModelLoadError, match="the weights differ"):
+        load_heads(folder, tuned)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

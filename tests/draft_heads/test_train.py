@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from headway.draft_heads import train as train_module
 from headway.draft_heads.config import HeadsTrainConfig, HeadsTrainError
+from headway.draft_heads.rows import Acceptance
 from headway.draft_heads.store import load_heads
 from headway.draft_heads.train import TrainReport, rate_factor, train_heads
 from tiny import VOCAB_SIZE, tiny_model
@@ -118,6 +120,34 @@ def test_the_same_seed_gives_the_same_heads(
     assert report.num_steps == 3
     assert first == again
     assert first != other
+
+
+def test_the_heads_with_the_best_tau_are_kept(
+    fitted: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    write: Write,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taus = iter([1.5, 2.0, 1.9])
+    monkeypatch.setattr(
+        train_module, "measure_acceptance", lambda *_: Acceptance((0.5, 0.5, 0.5), next(taus))
+    )
+    config = write([sentence(i) for i in range(40)], max_steps=3, eval_interval_steps=1)
+    report = train_heads(fitted, tokenizer, config)
+    record = json.loads((Path(config.out) / "config.json").read_text())
+    assert (report.best_step, report.best.tau) == (2, 2.0)
+    assert (record["training"]["step"], record["training"]["tau"]) == (2, 2.0)
+
+
+def test_small_inputs_get_large_steps(
+    fitted: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, write: Write
+) -> None:
+    config = write([sentence(i) for i in range(40)], max_steps=1, learning_rate=1e-3)
+    train_heads(fitted, tokenizer, config)
+    # Adam's first step moves every weight by the learning rate; those of the embeddings start at 0.
+    step = load_heads(Path(config.out), fitted).inputs[1].weight.abs().max().item()
+    embeddings = fitted.get_input_embeddings().weight[FIRST:]
+    assert step == pytest.approx(1e-3 / embeddings.square().mean().sqrt().item(), rel=0.1)
 
 
 def test_own_output_heads_and_the_eight_node_tree_train(
