@@ -2,12 +2,15 @@
 
 import hashlib
 import os
+import time
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from headway.engine.errors import ModelLoadError
 from headway.engine.models import cache as cache_module
@@ -164,6 +167,20 @@ def test_a_full_disk_is_noticed_before_and_while_filling(
     assert [path.name for path in target.parent.iterdir()] == [".model.lock"]
 
 
+def test_two_that_want_one_folder_make_it_once(tmp_path: Path) -> None:
+    made = []
+
+    def fill(folder: Path) -> None:
+        made.append(folder)
+        time.sleep(0.05)
+        (folder / "whole").write_text("")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: ensure_folder(tmp_path / "model", 0, fill), range(4)))
+    assert len(made) == 1
+    assert (tmp_path / "model" / "whole").exists()
+
+
 def test_a_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelLoadError, match="Set HEADWAY_CACHE_DIR to a folder"):
@@ -228,6 +245,25 @@ def test_an_unknown_name_is_refused_with_the_near_ones(
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"has no config\.json, so it is not a model"):
         resolve(str(tmp_path))
+
+
+def test_of_a_hugging_face_repository_only_data_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    names += ["tokenizer.json", "tokenizer.model", "chat_template.jinja", "merges.txt"]
+    refused = ["modeling_own.py", "pytorch_model.bin", "original/consolidated.safetensors"]
+
+    def snapshot(repository: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert repository == "owner/name"
+        kept = filter_repo_objects(
+            [*names, *refused], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        assert list(kept) == names
+        return str(tmp_path)
+
+    monkeypatch.setattr(store, "snapshot_download", snapshot)
+    assert resolve("owner/name") == tmp_path
 
 
 def test_hugging_face_offline_says_what_to_do(
