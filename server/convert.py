@@ -337,7 +337,11 @@ _SAMPLING_NUMBERS = (
     "min_p",
     "typical_p",
 )
-_OTHER_NAMES = {"logprobs": "num_logprobs", "prompt_logprobs": "num_prompt_logprobs"}
+_OTHER_NAMES = {
+    "logprobs": "num_logprobs",
+    "prompt_logprobs": "num_prompt_logprobs",
+    "messages": "chat",
+}
 
 
 def _given(message: Any, *names: str) -> dict[str, Any]:

@@ -357,6 +357,9 @@ async def test_template_that_raises_is_the_clients_error_with_the_templates_text
             await server.stub.Generate(pb.GenerateRequest(chat=chat))
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert "System role not supported" in (caught.value.details() or "")
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, InvalidRequest)
+        assert error.violations[0].field == "chat"
         await canary(server)
 
 
