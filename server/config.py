@@ -17,8 +17,8 @@ class ServeConfig:
     """Let tools such as grpcurl ask for the services and their messages."""
     default_max_new_tokens: int = 1024
     """Tokens of an answer whose request does not say; the context may end it sooner."""
-    max_prompt_bytes: int = 4 * 2**20
-    """Longest prompt, as text; longer ones are refused before they are tokenised."""
+    max_prompt_bytes: int = 2**20
+    """Longest prompt, as text or as sent; longer ones are refused before they are tokenised."""
     max_message_bytes: int = 16 * 2**20
     """Largest gRPC message that the server reads."""
     max_request_seconds: float = 600.0

@@ -20,6 +20,7 @@ from headway.engine.request import (
     StoppingParams,
     TokenLogprobs,
 )
+from headway.engine.validation import Limits
 from headway.protos import text_generation_pb2 as pb
 
 MAX_ANSWERS = 16
@@ -75,7 +76,7 @@ def check_prompt(request: PromptMessage, max_prompt_bytes: int) -> list[Violatio
         return _check_chat(request.chat, max_prompt_bytes)
     if kind == "text":
         return _check_bytes("text", len(request.text.encode()), max_prompt_bytes)
-    return []
+    return _check_bytes("token_ids", _num_id_bytes(request), max_prompt_bytes)
 
 
 def check_generate(request: GenerateMessage, max_prompt_bytes: int) -> None:
@@ -113,6 +114,22 @@ def check_abort(request: pb.AbortRequest) -> None:
                 f"has {len(request.request_ids)} ids; at most {MAX_ABORT_IDS}. Send several calls.",
             )
         )
+
+
+def check_detokenize(request: pb.DetokenizeRequest, limits: Limits) -> None:
+    """Raise InvalidRequest unless the ids are of the vocabulary and no more than a context holds."""
+    num_ids, most, highest = (
+        len(request.token_ids),
+        limits.max_context_tokens,
+        limits.vocab_size - 1,
+    )
+    if num_ids > most:
+        message = f"has {num_ids:,} ids; at most {most:,} (max_context_tokens). Send several calls."
+        raise InvalidRequest(Violation("token_ids", message))
+    for index, token_id in enumerate(request.token_ids):
+        if not 0 <= token_id <= highest:
+            message = f"is {token_id}; 0 to {highest:,} are allowed."
+            raise InvalidRequest(Violation(f"token_ids[{index}]", message))
 
 
 def to_generation(
@@ -320,7 +337,11 @@ _SAMPLING_NUMBERS = (
     "min_p",
     "typical_p",
 )
-_OTHER_NAMES = {"logprobs": "num_logprobs", "prompt_logprobs": "num_prompt_logprobs"}
+_OTHER_NAMES = {
+    "logprobs": "num_logprobs",
+    "prompt_logprobs": "num_prompt_logprobs",
+    "messages": "chat",
+}
 
 
 def _given(message: Any, *names: str) -> dict[str, Any]:
@@ -382,3 +403,10 @@ def _check_strings(
             found.append(Violation(f"{field}[{index}]", "is empty; leave it out."))
         found += _check_bytes(f"{field}[{index}]", len(value.encode()), max_bytes)
     return found
+
+
+def _num_id_bytes(request: PromptMessage) -> int:
+    """Return the size of a prompt that is neither text nor chat; only some messages have that kind."""
+    if isinstance(request, pb.TokenizeRequest | pb.CountTokensRequest):
+        return 0
+    return request.token_ids.ByteSize()

@@ -10,6 +10,7 @@ from google.protobuf import json_format
 from transformers import PreTrainedTokenizerBase
 
 from headway.engine.errors import InvalidRequest, Violation
+from headway.engine.models.tokenizer import render_chat
 from headway.protos import text_generation_pb2 as pb
 from headway.server.convert import PromptMessage
 
@@ -24,7 +25,7 @@ def read_prompt(tokenizer: Any, request: PromptMessage) -> tuple[int, ...]:
     kind = request.WhichOneof("prompt")
     if kind == "chat":
         # The template writes BOS and the like itself, so the tokenizer must not.
-        return _encode(tokenizer, render_chat(tokenizer, request.chat), add_special_tokens=False)
+        return _encode(tokenizer, _render(tokenizer, request.chat), add_special_tokens=False)
     if kind == "text":
         added = request.add_special_tokens if request.HasField("add_special_tokens") else True
         return _encode(tokenizer, request.text, add_special_tokens=added)
@@ -42,12 +43,8 @@ def read_bad_words(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, .
     return tuple(sorted(run for run in runs if run))
 
 
-def render_chat(tokenizer: Any, chat: pb.Chat) -> str:
+def _render(tokenizer: Any, chat: pb.Chat) -> str:
     """Return the chat as the text that the model's template makes of it."""
-    if tokenizer.chat_template is None:
-        raise InvalidRequest(
-            Violation("chat", "the model has no chat template. Send the prompt as text.")
-        )
     continued = chat.continue_final_message
     opened = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continued
     variables = json_format.MessageToDict(chat.template_kwargs)
@@ -58,20 +55,12 @@ def render_chat(tokenizer: Any, chat: pb.Chat) -> str:
                 f"sets {sorted(reserved)}, which the server sets itself. Leave them out.",
             )
         )
-    try:
-        text: str = tokenizer.apply_chat_template(
-            [{"role": m.role, "content": m.content} for m in chat.messages],
-            tokenize=False,
-            add_generation_prompt=opened,
-            continue_final_message=continued,
-            **variables,
-        )
-    except Exception as error:
-        # A template is a program of the model's author and may raise anything at all.
-        raise InvalidRequest(
-            Violation("chat", f"the model's chat template refuses it: {error}. Change the chat.")
-        ) from error
-    return text
+    return render_chat(
+        tokenizer,
+        [{"role": message.role, "content": message.content} for message in chat.messages],
+        add_generation_prompt=opened,
+        arguments={"continue_final_message": continued, **variables},
+    )
 
 
 def _encode(tokenizer: Any, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from headway.engine.errors import EngineStopped, InvalidRequest, Violation
+from headway.engine.errors import EngineStopped, InvalidRequest
 from headway.protos import text_generation_pb2 as pb
 from headway.protos import text_generation_pb2_grpc as pb_grpc
 from headway.server import convert, prompt
@@ -80,14 +80,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         self, request: pb.DetokenizeRequest, context: Any
     ) -> pb.DetokenizeResponse:
         model, _ = self._served(request.model)
-        vocab_size = model.engine.limits.vocab_size
-        for index, token_id in enumerate(request.token_ids):
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(
-                    Violation(
-                        f"token_ids[{index}]", f"is {token_id}; 0 to {vocab_size - 1} are allowed."
-                    )
-                )
+        convert.check_detokenize(request, model.engine.limits)
         text = await self._in_tokenizer(
             lambda: model.tokenizer.decode(
                 list(request.token_ids),

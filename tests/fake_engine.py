@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -31,6 +32,7 @@ TEMPLATE = (
 )
 
 
+@cache
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Token i is the byte i for i < 256; then four merges and <|im_end|> at 260."""
     chars = sorted(pre_tokenizers.ByteLevel.alphabet(), key=_byte_of)

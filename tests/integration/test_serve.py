@@ -1,10 +1,13 @@
 """The whole server on loopback with a real engine on the tiny model behind it."""
 
 import asyncio
+import gc
 import random
+import resource
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -215,3 +218,37 @@ async def test_death_of_the_engines_thread_reaches_clients_and_health() -> None:
             _ = [event async for event in call]
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         assert not server.app.health.is_alive
+
+
+@pytest.mark.slow
+async def test_soak_of_2000_short_requests_with_random_cancels_leaks_nothing() -> None:
+    """vllm#57061, triton#7368: state that cancelled requests left behind grew for ever."""
+    rng = random.Random(5)
+
+    async def one(server: Running, number: int) -> None:
+        sent = request("soak " * rng.randint(1, 8), rng.randint(1, 12), seed=number)
+        call = server.stub.Generate(sent)
+        if rng.random() < 0.3:
+            await asyncio.sleep(rng.random() / 50)
+            call.cancel()
+        try:
+            await call
+        except asyncio.CancelledError:
+            assert call.cancelled()
+
+    async with real() as server:
+        sizes = []
+        for start in range(0, 2000, 20):
+            await asyncio.gather(*(one(server, start + i) for i in range(20)))
+            if start % 400 == 380:
+                await idle(server)
+                gc.collect()
+                sizes.append(resident_bytes())
+        await canary(server)
+        assert server.metric("headway_requests_running") == 0
+        assert server.app.metrics._last_output == {}
+        assert sizes[-1] - sizes[1] < 20 * 2**20, sizes
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
