@@ -1,0 +1,124 @@
+"""From settings to a model that runs: weights, tokenizer, drafter and engine, put together.
+
+Knows neither gRPC nor the command line; serve, generate, demo and bench all start here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from headway.draft_heads.drafter import HydraDrafter
+from headway.draft_heads.store import load_heads
+from headway.engine.build import build_engine, resolve_device, resolve_dtype
+from headway.engine.config import EngineConfig
+from headway.engine.engine import Engine
+from headway.engine.errors import HeadwayError
+from headway.engine.loop import EngineLoop
+from headway.engine.models.attention import ATTENTION
+from headway.engine.models.cache import Progress, no_progress
+from headway.engine.models.load import LoadedModel, load_model
+from headway.engine.models.store import DEFAULT_MODEL
+from headway.engine.models.tokenizer import load_tokenizer
+from headway.engine.stats import StepRecord
+from headway.engine.suffix import SuffixDrafter
+from headway.engine.tree import Drafter
+from headway.engine.validation import Limits
+from headway.server.engine_door import ServedModel
+
+DrafterChoice = Literal["suffix", "heads", "off"]
+NO_HEADS = "speculation is heads, but no heads are given; name their folder with --heads"
+
+
+class AssemblyError(HeadwayError):
+    """Settings of a model that contradict each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which model runs, what drafts for it, and how the engine computes."""
+
+    model: str = DEFAULT_MODEL
+    """A name of `headway models list`, a folder, a .gguf file or a Hugging Face name."""
+    speculation: Literal["auto", "suffix", "heads", "off"] = "auto"
+    """What drafts: repetition of earlier text, draft heads, nothing; auto takes given heads, else suffix."""
+    heads: Path | None = None
+    """Folder of draft heads that were trained for the model."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        if self.speculation == "heads" and self.heads is None:
+            raise AssemblyError(NO_HEADS)
+
+    @property
+    def drafter(self) -> DrafterChoice:
+        """What `speculation` comes to."""
+        if self.speculation == "auto":
+            return "suffix" if self.heads is None else "heads"
+        return self.speculation
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A loaded model, from which engines can be made: one to serve, or several to compare."""
+
+    settings: ModelSettings
+    loaded: LoadedModel
+    tokenizer: Any
+
+
+def assemble(settings: ModelSettings, progress: Progress = no_progress) -> Assembled:
+    """Load the model and its tokenizer. Raises ModelLoadError."""
+    loaded = load_model(
+        settings.model,
+        dtype=resolve_dtype(settings.engine),
+        device=resolve_device(settings.engine),
+        attn_implementation=ATTENTION,
+        progress=progress,
+    )
+    return Assembled(settings, loaded, load_tokenizer(loaded.path))
+
+
+def make_engine(
+    assembled: Assembled,
+    drafter: DrafterChoice | None = None,
+    observe_step: Callable[[StepRecord], None] = lambda record: None,
+) -> Engine:
+    """Make an engine that drafts as the settings say, or as `drafter` says instead."""
+    settings, loaded = assembled.settings, assembled.loaded
+    return build_engine(
+        loaded.model,
+        loaded.eos_token_ids,
+        settings.engine,
+        _make_drafter(drafter or settings.drafter, assembled),
+        observe_step,
+    )
+
+
+def make_served(
+    assembled: Assembled, observe_step: Callable[[StepRecord], None] = lambda record: None
+) -> ServedModel:
+    """Make an engine with a thread of its own, not started yet, and give it its tokenizer."""
+    engine = make_engine(assembled, observe_step=observe_step)
+    loop = EngineLoop(engine, engine_limits(assembled, engine), assembled.loaded.name)
+    return ServedModel(loop, assembled.tokenizer)
+
+
+def engine_limits(assembled: Assembled, engine: Engine) -> Limits:
+    """Tell what requests to this engine may ask for."""
+    return Limits(
+        vocab_size=assembled.loaded.vocab_size,
+        max_context_tokens=engine.max_context_tokens,
+        max_cache_tokens=engine.cache.num_blocks * engine.cache.block_size,
+    )
+
+
+def _make_drafter(choice: DrafterChoice, assembled: Assembled) -> Drafter | None:
+    if choice == "off":
+        return None
+    if choice == "suffix":
+        return SuffixDrafter()
+    heads = assembled.settings.heads
+    if heads is None:
+        raise AssemblyError(NO_HEADS)
+    return HydraDrafter(load_heads(heads, assembled.loaded.model))
