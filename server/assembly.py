@@ -13,7 +13,7 @@ from headway.draft_heads.store import load_heads
 from headway.engine.build import build_engine, resolve_device, resolve_dtype
 from headway.engine.config import EngineConfig
 from headway.engine.engine import Engine
-from headway.engine.errors import HeadwayError
+from headway.engine.errors import ModelLoadError
 from headway.engine.loop import EngineLoop
 from headway.engine.models.attention import ATTENTION
 from headway.engine.models.cache import Progress, no_progress
@@ -30,10 +30,6 @@ DrafterChoice = Literal["suffix", "heads", "off"]
 NO_HEADS = "speculation is heads, but no heads are given; name their folder with --heads"
 
 
-class AssemblyError(HeadwayError):
-    """Settings of a model that contradict each other."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """Which model runs, what drafts for it, and how the engine computes."""
@@ -48,7 +44,7 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         if self.speculation == "heads" and self.heads is None:
-            raise AssemblyError(NO_HEADS)
+            raise ValueError(NO_HEADS)
 
     @property
     def drafter(self) -> DrafterChoice:
@@ -69,13 +65,14 @@ class Assembled:
 
 def assemble(settings: ModelSettings, progress: Progress = no_progress) -> Assembled:
     """Load the model and its tokenizer. Raises ModelLoadError."""
-    loaded = load_model(
-        settings.model,
-        dtype=resolve_dtype(settings.engine),
-        device=resolve_device(settings.engine),
-        attn_implementation=ATTENTION,
-        progress=progress,
-    )
+    try:
+        device = resolve_device(settings.engine)
+    except RuntimeError as error:
+        raise ModelLoadError(
+            f"engine.device is {settings.engine.device!r}; auto, cpu, cuda or cuda:N are allowed"
+        ) from error
+    dtype = resolve_dtype(settings.engine)
+    loaded = load_model(settings.model, dtype, device, attention=ATTENTION, progress=progress)
     return Assembled(settings, loaded, load_tokenizer(loaded.path))
 
 
@@ -120,5 +117,5 @@ def _make_drafter(choice: DrafterChoice, assembled: Assembled) -> Drafter | None
         return SuffixDrafter()
     heads = assembled.settings.heads
     if heads is None:
-        raise AssemblyError(NO_HEADS)
+        raise ValueError(NO_HEADS)
     return HydraDrafter(load_heads(heads, assembled.loaded.model))

@@ -74,7 +74,7 @@ def _run(arguments: Sequence[str]) -> int:
             raise UsageError(f"there is no command {name} {rest[0]!r}{_near(f'{name} {rest[0]}')}")
         print(usage(name))
         return 0 if rest else 2
-    set_up_logging()
+    set_up_logging("info" if name == "serve" else "warning")
     function = load(command)
     from headway.server.settings import read_config  # tyro takes longer to import than usage() to run
 
@@ -123,9 +123,9 @@ def config_type(function: Callable[[typing.Any], int]) -> type[typing.Any]:
     return found
 
 
-def set_up_logging() -> None:
-    """Log as key=value text to stderr, at HEADWAY_LOG or at info."""
-    level = os.environ.get("HEADWAY_LOG", "info").lower()
+def set_up_logging(default_level: str) -> None:
+    """Log as key=value text to stderr, from the level in HEADWAY_LOG on."""
+    level = os.environ.get("HEADWAY_LOG", default_level).lower()
     if level not in LEVELS:
         raise UsageError(f"HEADWAY_LOG is {level!r}; {', '.join(LEVELS)} are allowed")
     logging.basicConfig(format="time=%(asctime)s level=%(levelname)s logger=%(name)s %(message)s")

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -43,13 +44,23 @@ def read_config(config_type: type[Config], arguments: Sequence[str], program: st
             config_type,
             args=[*from_file, *flags],
             prog=program,
-            description=f"{inspect.getdoc(config_type)}\n\n{ABOUT_FILES}",
+            description=_about(config_type),
             config=(tyro.conf.DisallowNone,),
         )
     except SystemExit as stop:
         if from_file and stop.code:
             print(f"Settings of {path} were read as flags, too.", file=sys.stderr)
         raise
+
+
+def _about(config_type: type) -> str:
+    """Describe a command in lines of 80 columns; tyro would join those that are not indented."""
+    summary, *paragraphs = [
+        " ".join(paragraph.split())
+        for paragraph in (inspect.getdoc(config_type) or "").split("\n\n")
+    ]
+    wrap = TextWrapper(width=78, initial_indent="  ", subsequent_indent="  ")
+    return "\n\n".join([summary, *map(wrap.fill, [*paragraphs, ABOUT_FILES])])
 
 
 def flat_items(config: Any, prefix: str = "") -> Iterator[tuple[str, object]]:

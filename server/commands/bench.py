@@ -21,6 +21,7 @@ from headway.engine.stats import StepRecord
 from headway.engine.validation import check_request
 from headway.protos import text_generation_pb2 as pb
 from headway.server.assembly import (
+    NO_HEADS,
     Assembled,
     DrafterChoice,
     ModelSettings,
@@ -54,7 +55,7 @@ class BenchEngineConfig:
     """
 
     modes: tuple[DrafterChoice, ...] = ()
-    """Ways to speculate; without any: off, suffix and, if given, heads."""
+    """Ways to speculate, the first one to compare with; none means off, suffix and given heads."""
     batch_sizes: tuple[int, ...] = (1, 4)
     """Requests in flight at the same time."""
     max_new_tokens: int = 64
@@ -79,6 +80,8 @@ class BenchEngineConfig:
         ):
             if not values or min(values) < 1:
                 raise ValueError(f"{name} is {values}; numbers of at least 1 are needed")
+        if "heads" in self.modes and self.model.heads is None:
+            raise ValueError(NO_HEADS)
 
 
 def bench_engine(config: BenchEngineConfig) -> int:

@@ -1,26 +1,24 @@
 """`headway generate`: one prompt, from a server or in this process. Text to stdout, figures to stderr."""
 
-import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
+import grpc
 from google.protobuf import json_format
 from rich.console import Console
 
 from headway.protos import text_generation_pb2 as pb
-from headway.server import convert
-from headway.server.assembly import ModelSettings, assemble, make_served
-from headway.server.client import AsyncClient
+from headway.server.assembly import ModelSettings, assemble
+from headway.server.client import Client, Prompt
 from headway.server.commands.progress import progress_bars
-from headway.server.in_process import stream_in_process
-from headway.server.settings import FLAT, POSITIONAL, REPEATED, SettingsError
-
-type Events = AsyncIterator[pb.GenerateStreamResponse]
+from headway.server.convert import to_response
+from headway.server.local import local_server
+from headway.server.settings import FLAT, POSITIONAL, REPEATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,68 +98,93 @@ class GenerateConfig:
     stopping: Annotated[StoppingFlags, FLAT] = field(default_factory=StoppingFlags)
     model: Annotated[ModelSettings, FLAT] = field(default_factory=ModelSettings)
 
+    def __post_init__(self) -> None:
+        if self.raw and self.system is not None:
+            raise ValueError("system is part of a chat and raw text is none; leave one of them out")
+
 
 def generate(config: GenerateConfig) -> int:
     """Stream the answer to stdout and tell the figures on stderr."""
     prompt = sys.stdin.read() if config.prompt is None else config.prompt
-    request = to_request(config, prompt)
-    started = time.perf_counter()
-    response = asyncio.run(_print(_events(config, request), is_streamed=_is_streamed(config)))
-    seconds = time.perf_counter() - started
+    with ExitStack() as stack:
+        server = config.server or stack.enter_context(_own_server(config))
+        client = stack.enter_context(Client(server))
+        started = time.perf_counter()
+        try:
+            response = _receive(config, client, prompt)
+        except grpc.RpcError as error:
+            # A failed call is a Call too, which the types do not say.
+            call: Any = error
+            print(f"headway: {server}: {call.code().name}: {call.details()}", file=sys.stderr)
+            return 1
+        seconds = time.perf_counter() - started
     if config.json:
         shown = json_format.MessageToDict(response, preserving_proto_field_name=True)
         print(json.dumps({**shown, "seconds": seconds}, indent=2, ensure_ascii=False))
-        return 0
-    for answer in response.answers:
-        if config.n > 1:
-            print(f"--- {answer.index} ---\n{answer.text}")
-        print(_figures(answer, seconds), file=sys.stderr)
-    print(f"seed {response.seed}", file=sys.stderr)
+    else:
+        _print_answers(response, seconds)
     return 0
 
 
-def to_request(config: GenerateConfig, prompt: str) -> pb.GenerateStreamRequest:
-    """Put the flags into the message that a server reads."""
-    if config.raw and config.system is not None:
-        raise SettingsError("--system is part of a chat; leave it or --raw out")
-    law, stop = config.sampling, config.stopping
-    request = pb.GenerateStreamRequest(
-        n=config.n,
-        sampling=pb.Sampling(
-            logit_bias=dict(law.logit_bias),
-            allowed_token_ids=law.allowed_token_ids,
-            bad_words=law.bad_words,
-            repetition_penalty=law.repetition_penalty,
-            presence_penalty=law.presence_penalty,
-            frequency_penalty=law.frequency_penalty,
-            temperature=law.temperature,
-            top_k=law.top_k,
-            top_p=law.top_p,
-            min_p=law.min_p,
-            typical_p=law.typical_p,
-            seed=law.seed,
-        ),
-        stopping=pb.Stopping(
-            max_new_tokens=stop.max_new_tokens,
-            min_new_tokens=stop.min_new_tokens,
-            stop_strings=stop.stop_strings,
-            stop_token_ids=stop.stop_token_ids,
-            include_stop=stop.include_stop,
-            ignore_eos=stop.ignore_eos,
-        ),
-        speculation=pb.Speculation(
-            enabled=config.model.speculation != "off", max_draft_tokens=config.max_draft_tokens
-        ),
-        response=pb.ResponseOptions(num_logprobs=config.num_logprobs),
-    )
+def client_options(config: GenerateConfig) -> dict[str, object]:
+    """Return the flags that are fields of a request, by name; what is unset stays unset."""
+    options = {
+        **asdict(config.sampling),
+        **asdict(config.stopping),
+        "logit_bias": dict(config.sampling.logit_bias),
+        "n": config.n,
+        "num_logprobs": config.num_logprobs,
+        "enabled": config.model.speculation != "off",
+        "max_draft_tokens": config.max_draft_tokens,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def client_prompt(config: GenerateConfig, text: str) -> Prompt:
+    """Return the prompt as text or as a chat."""
     if config.raw:
-        request.text = prompt
-    else:
-        if config.system is not None:
-            request.chat.messages.add(role="system", content=config.system)
-        request.chat.messages.add(role="user", content=prompt)
-    return request
+        return text
+    system = [] if config.system is None else [{"role": "system", "content": config.system}]
+    return [*system, {"role": "user", "content": text}]
 
 
-def _is_streamed(config: GenerateConfig) -> bool:
-    return config.n == 1 and not config.json
+@contextmanager
+def _own_server(config: GenerateConfig) -> Iterator[str]:
+    with progress_bars(Console(stderr=True)) as report:
+        assembled = assemble(config.model, report)
+    with local_server(assembled) as address:
+        yield address
+
+
+def _receive(config: GenerateConfig, client: Client, prompt: str) -> pb.GenerateResponse:
+    """Collect the answer; a single one for people to read is printed as it comes."""
+    events = []
+    for event in client.stream(
+        client_prompt(config, prompt),
+        timeout_seconds=config.timeout_seconds,
+        **client_options(config),
+    ):
+        events.append(event)
+        if config.n == 1 and not config.json:
+            print(event.delta.text, end="", flush=True)
+    return to_response(events)
+
+
+def _print_answers(response: pb.GenerateResponse, seconds: float) -> None:
+    """Print what was not streamed, then what it took."""
+    is_streamed = len(response.answers) == 1
+    for answer in response.answers:
+        print("" if is_streamed else f"--- answer {answer.index} ---\n{answer.text}")
+        stats, reason = answer.speculation, pb.FinishReason.Name(answer.finish_reason)
+        tau = stats.num_emitted / stats.num_steps if stats.num_steps else 0.0
+        print(
+            f"num_new_tokens={answer.usage.num_new_tokens} tau={tau:.2f} "
+            f"num_drafted={stats.num_drafted} num_accepted={stats.num_accepted} "
+            f"finish_reason={reason.removeprefix('FINISH_REASON_').lower()}",
+            file=sys.stderr,
+        )
+    num_tokens = sum(answer.usage.num_new_tokens for answer in response.answers)
+    print(
+        f"seconds={seconds:.2f} tokens_per_second={num_tokens / seconds:.1f} seed={response.seed}",
+        file=sys.stderr,
+    )
