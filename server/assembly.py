@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from headway.draft_heads.drafter import HydraDrafter
 from headway.draft_heads.store import load_heads
 from headway.engine.build import build_engine, resolve_device, resolve_dtype
@@ -65,15 +67,27 @@ class Assembled:
 
 def assemble(settings: ModelSettings, progress: Progress = no_progress) -> Assembled:
     """Load the model and its tokenizer. Raises ModelLoadError."""
-    try:
-        device = resolve_device(settings.engine)
-    except RuntimeError as error:
-        raise ModelLoadError(
-            f"engine.device is {settings.engine.device!r}; auto, cpu, cuda or cuda:N are allowed"
-        ) from error
+    device = find_device(settings.engine)
     dtype = resolve_dtype(settings.engine)
     loaded = load_model(settings.model, dtype, device, attention=ATTENTION, progress=progress)
     return Assembled(settings, loaded, load_tokenizer(loaded.path))
+
+
+def find_device(config: EngineConfig) -> torch.device:
+    """Return the device that the config names. Raises ModelLoadError when it is not there."""
+    num_gpus = torch.cuda.device_count()
+    try:
+        device = resolve_device(config)
+    except RuntimeError:
+        device = None
+    if device is not None and (
+        device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < num_gpus)
+    ):
+        return device
+    raise ModelLoadError(
+        f"device is {config.device!r}; auto, cpu, cuda or cuda:N are allowed, and torch sees "
+        f"{num_gpus} GPUs here"
+    )
 
 
 def make_engine(

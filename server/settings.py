@@ -47,6 +47,9 @@ def read_config(config_type: type[Config], arguments: Sequence[str], program: st
             description=_about(config_type),
             config=(tyro.conf.DisallowNone,),
         )
+    except ValueError as error:
+        # What a flat part refuses is not caught by tyro.
+        raise SettingsError(str(error)) from error
     except SystemExit as stop:
         if from_file and stop.code:
             print(f"Settings of {path} were read as flags, too.", file=sys.stderr)

@@ -15,6 +15,7 @@ from typing import Literal
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from headway.engine.models.store import cache_folder, list_models
@@ -214,6 +215,7 @@ def _table(findings: Iterable[Finding]) -> Table:
     table = Table("what", "found", "")
     for finding in findings:
         style = STYLES[finding.verdict]
-        note = f"[{style}]{finding.verdict}[/]" + (f": {finding.advice}" if finding.advice else "")
-        table.add_row(finding.name, finding.value, note)
+        advice = f": {escape(finding.advice)}" if finding.advice else ""
+        note = f"[{style}]{finding.verdict}[/]{advice}"
+        table.add_row(finding.name, escape(finding.value), note)
     return table

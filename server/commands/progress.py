@@ -25,12 +25,18 @@ def progress_bars(console: Console) -> Iterator[ReportBytes]:
         DownloadColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as bars:
-        tasks: dict[str, TaskID] = {}
+    bars = Progress(*columns, console=console)
+    tasks: dict[str, TaskID] = {}
 
-        def report(stage: str, done_bytes: int, total_bytes: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total_bytes)
-            bars.update(tasks[stage], completed=done_bytes, total=total_bytes)
+    def report(stage: str, done_bytes: int, total_bytes: int) -> None:
+        # Started here, because a display without bars still leaves an empty line.
+        bars.start()
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage, total=total_bytes)
+        bars.update(tasks[stage], completed=done_bytes, total=total_bytes)
 
+    try:
         yield report
+    finally:
+        if tasks:
+            bars.stop()
