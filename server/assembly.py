@@ -25,7 +25,6 @@ from headway.engine.models.tokenizer import load_tokenizer
 from headway.engine.stats import StepRecord
 from headway.engine.suffix import SuffixDrafter
 from headway.engine.tree import Drafter
-from headway.engine.validation import Limits
 from headway.server.engine_door import ServedModel
 
 DrafterChoice = Literal["suffix", "heads", "off"]
@@ -111,17 +110,7 @@ def make_served(
 ) -> ServedModel:
     """Make an engine with a thread of its own, not started yet, and give it its tokenizer."""
     engine = make_engine(assembled, observe_step=observe_step)
-    loop = EngineLoop(engine, engine_limits(assembled, engine), assembled.loaded.name)
-    return ServedModel(loop, assembled.tokenizer)
-
-
-def engine_limits(assembled: Assembled, engine: Engine) -> Limits:
-    """Tell what requests to this engine may ask for."""
-    return Limits(
-        vocab_size=assembled.loaded.vocab_size,
-        max_context_tokens=engine.max_context_tokens,
-        max_cache_tokens=engine.cache.num_blocks * engine.cache.block_size,
-    )
+    return ServedModel(EngineLoop(engine, assembled.loaded.name), assembled.tokenizer)
 
 
 def _make_drafter(choice: DrafterChoice, assembled: Assembled) -> Drafter | None:

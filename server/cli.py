@@ -76,7 +76,9 @@ def _run(arguments: Sequence[str]) -> int:
         return 0 if rest else 2
     set_up_logging("info" if name == "serve" else "warning")
     function = load(command)
-    from headway.server.settings import read_config  # tyro takes longer to import than usage() to run
+    from headway.server.settings import (
+        read_config,
+    )  # tyro takes longer to import than usage() to run
 
     return function(read_config(config_type(function), rest, f"headway {name}"))
 

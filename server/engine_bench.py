@@ -104,7 +104,9 @@ def read_prompts(path: Path | None) -> list[Prompt]:
         _read_prompt(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line
     ]
     if not prompts:
-        raise BenchError(f'{file}: has no prompts; a line is {{"prompt": "...", "category": "..."}}')
+        raise BenchError(
+            f'{file}: has no prompts; a line is {{"prompt": "...", "category": "..."}}'
+        )
     return prompts
 
 
@@ -175,8 +177,10 @@ def first_difference(one: Run, other: Run) -> str | None:
         others = other.token_ids[key]
         if ids != others:
             pairs = zip(ids, others, strict=False)
-            place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(others)))
-            return f"prompt {key}, token {place}: {ids[place:place + 1]} against {others[place:place + 1]}"
+            place = next(
+                (i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(others))
+            )
+            return f"prompt {key}, token {place}: {ids[place : place + 1]} against {others[place : place + 1]}"
     return None
 
 

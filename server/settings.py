@@ -21,8 +21,8 @@ Config = TypeVar("Config")
 
 FLAT = tyro.conf.arg(name="")
 """Marks a nested config whose fields stand among those of the config around it."""
-POSITIONAL = tyro.conf.Positional
-REPEATED = tyro.conf.UseAppendAction
+POSITIONAL: Any = tyro.conf.Positional
+REPEATED: Any = tyro.conf.UseAppendAction
 """Marks a list that takes one item each time its flag is given."""
 
 ABOUT_FILES = "--config FILE.toml gives settings by the names below; flags win over it."
@@ -52,7 +52,7 @@ def read_config(config_type: type[Config], arguments: Sequence[str], program: st
         raise SettingsError(str(error)) from error
     except SystemExit as stop:
         if from_file and stop.code:
-            print(f"Settings of {path} were read as flags, too.", file=sys.stderr)
+            sys.stderr.write(f"Settings of {path} were read as flags, too.\n")
         raise
 
 
@@ -153,8 +153,10 @@ def _near(key: str, known: Mapping[str, Any]) -> str:
 def _setting_of_flag(flag: str) -> str:
     """Return "engine.prefix_cache" for --engine.no-prefix-cache and for --engine.prefix-cache."""
     section, _, last = flag[2:].partition("=")[0].replace("-", "_").rpartition(".")
-    return f"{section}.{last}".removeprefix(".").replace(".no_", ".") if section else (
-        last.removeprefix("no_")
+    return (
+        f"{section}.{last}".removeprefix(".").replace(".no_", ".")
+        if section
+        else (last.removeprefix("no_"))
     )
 
 
@@ -169,7 +171,13 @@ def _spell(path: Path, key: str, value: Any, hint: Any) -> list[str]:
     flag = f"--{dotted}{name}"
     if not isinstance(value, list):
         return [f"{flag}={value}"]
-    items = [[str(part) for part in item] if isinstance(item, list) else [str(item)] for item in value]
+    items = [
+        [str(part) for part in item] if isinstance(item, list) else [str(item)] for item in value
+    ]
     if REPEATED not in _marks(hint):
         return [flag, *(part for item in items for part in item)]
-    return [part for item in items for part in ([f"{flag}={item[0]}"] if len(item) == 1 else [flag, *item])]
+    return [
+        part
+        for item in items
+        for part in ([f"{flag}={item[0]}"] if len(item) == 1 else [flag, *item])
+    ]

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from tiny import EOS_ID, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tiny import EOS_ID, tiny_model
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 VOCAB_SIZE = len(SPECIAL) + 256

@@ -26,7 +26,6 @@ from headway.server.assembly import (
     DrafterChoice,
     ModelSettings,
     assemble,
-    engine_limits,
     make_engine,
 )
 from headway.server.commands.progress import progress_bars
@@ -137,10 +136,9 @@ def measure(
     """Run all requests `num_repeats` times with an engine made for this case alone."""
     records: list[StepRecord] = []
     engine = make_engine(assembled, mode, records.append)
-    limits = engine_limits(assembled, engine)
     for request in requests:
         try:
-            check_request(request, limits)
+            check_request(request, engine.limits)
         except InvalidRequest as error:
             raise BenchError(f"prompt {request.request_id}: {error}") from error
     warm_up = [_shortened(request) for request in requests[:batch_size]]
@@ -207,7 +205,7 @@ def _record(
         },
         "model": assembled.loaded.name,
         "dtype": str(assembled.loaded.dtype).removeprefix("torch."),
-        "config": {name: value for name, value in flat_items(config)},
+        "config": dict(flat_items(config)),
         "is_identical": not differences if config.check_identical else None,
         "differences": list(differences),
         "cases": [asdict(case) for case in cases],

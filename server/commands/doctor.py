@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headway.engine.models.store import cache_folder, list_models
+from headway.engine.models.cache import cache_folder
+from headway.engine.models.store import list_models
 
 Verdict = Literal["ok", "note", "broken"]
 STYLES = {"ok": "green", "note": "yellow", "broken": "bold red"}

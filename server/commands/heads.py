@@ -22,7 +22,9 @@ def train(config: HeadsTrainConfig) -> int:
         )
     report = train_heads(loaded.model, load_tokenizer(loaded.path), config, console)
     accuracies = ", ".join(f"{value:.2f}" for value in report.best.accuracy)
-    print(f"{config.out}: tau {report.best.tau:.2f} on held-out chats (simulated; plain decoding is")
+    print(
+        f"{config.out}: tau {report.best.tau:.2f} on held-out chats (simulated; plain decoding is"
+    )
     print(f"1.00); share of first guesses that were right, by depth: {accuracies}.")
     print(f"{report.num_steps} steps, {report.num_rows:,} positions, {report.seconds:.0f} s.")
     if report.num_skipped_chats:

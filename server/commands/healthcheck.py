@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -30,11 +30,12 @@ def healthcheck(config: HealthcheckConfig) -> int:
     try:
         status = _ask(config)
     except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.NOT_FOUND:
-            status = "SERVICE_UNKNOWN"
-        else:
-            print(f"{config.address}: {error.code().name}: {error.details()}", file=sys.stderr)
+        # A failed call is a Call too, which the types do not say.
+        call: Any = error
+        if call.code() is not grpc.StatusCode.NOT_FOUND:
+            print(f"{config.address}: {call.code().name}: {call.details()}", file=sys.stderr)
             return 1
+        status = "SERVICE_UNKNOWN"
     print(status)
     return 0 if status == "SERVING" else 1
 
@@ -42,7 +43,8 @@ def healthcheck(config: HealthcheckConfig) -> int:
 def _ask(config: HealthcheckConfig) -> str:
     # No proxy: a probe asks the machine that it names.
     with grpc.insecure_channel(config.address, [("grpc.enable_http_proxy", 0)]) as channel:
-        response = health_pb2_grpc.HealthStub(channel).Check(
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # its types leave the methods out
+        response = stub.Check(
             health_pb2.HealthCheckRequest(service=config.service), timeout=config.timeout_seconds
         )
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)

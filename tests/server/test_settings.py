@@ -109,7 +109,10 @@ def test_a_negated_flag_wins_inside_a_section(tmp_path: Path) -> None:
     ("toml", "said"),
     [
         ("modell = 'x'", "no setting 'modell'; near ones are model"),
-        ("[engine]\nblok_size = 1", "no setting 'engine.blok_size'; near ones are engine.block_size"),
+        (
+            "[engine]\nblok_size = 1",
+            "no setting 'engine.blok_size'; near ones are engine.block_size",
+        ),
         ("block_size = 1", "near ones are engine.block_size"),
         ("[engin]\nblock_size = 1", "no setting 'engin'"),
         ("prompt = 'x'", "no setting 'prompt'"),

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from tiny_folder import save_tiny_folder
 
 

@@ -12,7 +12,9 @@ def test_demo_serves_asks_twice_and_compares(
 ) -> None:
     assert main(["demo", "--prompt=abcabcabc", "--max-new-tokens=40", *tiny_flags]) == 0
     shown = capsys.readouterr().out
-    rows = {line.split("\u2502")[1].strip(): line for line in shown.splitlines() if "\u2502" in line}
+    rows = {
+        line.split("\u2502")[1].strip(): line for line in shown.splitlines() if "\u2502" in line
+    }
     plain, fast = rows["off"].split("\u2502"), rows["suffix"].split("\u2502")
     assert plain[2] == fast[2]
     assert float(plain[-2]) == 1.0

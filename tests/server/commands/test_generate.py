@@ -48,7 +48,14 @@ def test_speculation_changes_no_token(address: str, capsys: pytest.CaptureFixtur
 
 
 def test_json_has_every_answer(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--n=2", "--seed=7", "--num-logprobs=2", "--json", "--max-new-tokens=3", "--ignore-eos"]
+    flags = [
+        "--n=2",
+        "--seed=7",
+        "--num-logprobs=2",
+        "--json",
+        "--max-new-tokens=3",
+        "--ignore-eos",
+    ]
     assert main(["generate", "hello", "--server", address, *flags]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["seed"] == "7"

@@ -41,7 +41,9 @@ def test_serve_logs_its_config_answers_and_ends_on_sigterm(
             wait_for(caplog, "ready=True")
             seen.append(main(["healthcheck", address]))
             with Client(address) as client:
-                answer = client.generate("hello", max_new_tokens=5, temperature=0.0, ignore_eos=True)
+                answer = client.generate(
+                    "hello", max_new_tokens=5, temperature=0.0, ignore_eos=True
+                )
                 seen.append(len(answer.answers[0].token_ids))
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
