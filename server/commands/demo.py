@@ -74,7 +74,9 @@ def demo(config: DemoConfig) -> int:
         assembled = assemble(config.model, report)
     with local_server(assembled) as address, Client(address) as client:
         ready_seconds = time.perf_counter() - started
-        console.print(f"{assembled.loaded.name} is served at {address}, {ready_seconds:.1f} s.\n")
+        console.print(
+            f"{assembled.loaded.name} is served at {address}, loaded in {ready_seconds:.1f} s.\n"
+        )
         prompt = _prompt(config, assembled)
         console.print(f"[bold]{config.prompt}[/]\n", markup=True)
         fast = _ask(client, prompt, config.max_new_tokens, is_speculative=True, console=console)

@@ -77,7 +77,7 @@ class GenerateConfig:
     """
 
     prompt: Annotated[str | None, POSITIONAL] = None
-    """What to answer; read from stdin when not given."""
+    """What to answer; read from stdin, less a newline at its end, when not given."""
     server: str | None = None
     """host:port of a running server."""
     timeout_seconds: float | None = None
@@ -105,7 +105,8 @@ class GenerateConfig:
 
 def generate(config: GenerateConfig) -> int:
     """Stream the answer to stdout and tell the figures on stderr."""
-    prompt = sys.stdin.read() if config.prompt is None else config.prompt
+    # echo and editors end what they write with a newline that nobody means as part of a message.
+    prompt = sys.stdin.read().removesuffix("\n") if config.prompt is None else config.prompt
     with ExitStack() as stack:
         server = config.server or stack.enter_context(_own_server(config))
         client = stack.enter_context(Client(server))

@@ -87,7 +87,7 @@ def test_prompt_from_stdin_raw_or_as_a_chat(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hello"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     assert main(["generate", "--server", address, "--json", *SHORT, *flags]) == 0
     usage = json.loads(capsys.readouterr().out)["answers"][0]["usage"]
     assert usage["num_prompt_tokens"] == num_prompt_tokens
