@@ -1,6 +1,7 @@
 import json
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,14 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headway.draft_heads import train as train_module
 from headway.draft_heads.config import HeadsTrainConfig, HeadsTrainError
+from headway.draft_heads.drafter import HydraDrafter
 from headway.draft_heads.rows import Acceptance
 from headway.draft_heads.store import load_heads
 from headway.draft_heads.train import TrainReport, rate_factor, train_heads
+from headway.engine.build import build_engine
+from headway.engine.models.attention import ATTENTION
 from tiny import VOCAB_SIZE, tiny_model
+from tiny_engine import SMALL, request, run
 
 FIRST, COUNT = 6, VOCAB_SIZE - 6
 Write = Callable[..., HeadsTrainConfig]
@@ -91,6 +96,27 @@ def test_heads_learn_to_draft(
     assert record["training"]["tau"] == report.best.tau
     assert record["training"]["step"] == report.best_step
     assert load_heads(Path(config.out), fitted).config.num_heads == 3
+
+
+def test_trained_heads_serve(
+    fitted: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, write: Write
+) -> None:
+    config = write([sentence(seed) for seed in range(600)])
+    train_heads(fitted, tokenizer, config)
+    model = deepcopy(fitted)
+    model.set_attn_implementation(ATTENTION)
+    requests = [request(f"r{i}", sentence(5000 + i, 12), 24) for i in range(8)]
+    settings = replace(SMALL, num_threads=1)
+    plain = run(build_engine(model, (), settings), requests)
+    drafter = HydraDrafter(load_heads(Path(config.out), model))
+    drafted = run(build_engine(model, (), settings, drafter), requests)
+
+    assert [a.token_ids for a in drafted.values()] == [a.token_ids for a in plain.values()]
+    finishes = [answer.finish for answer in drafted.values() if answer.finish]
+    num_emitted = sum(finish.speculation.num_emitted for finish in finishes)
+    num_steps = sum(finish.speculation.num_steps for finish in finishes)
+    assert num_emitted == 8 * 24
+    assert num_emitted / num_steps > 2  # the first step of each request, without a draft, included
 
 
 def test_nothing_is_learnt_from_noise(
