@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headway.draft_heads import train as train_module
@@ -191,6 +192,18 @@ def test_own_output_heads_and_the_eight_node_tree_train(
     assert heads.config.own_output_heads
     assert len(heads.config.tree.paths) == 8
     assert not torch.equal(heads.outputs[0].weight, fitted.lm_head.weight)
+
+
+@pytest.mark.parametrize("loss", ["hard", "soft"])
+def test_a_bfloat16_target_trains_float32_heads(
+    fitted: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, write: Write, loss: str
+) -> None:
+    config = write([sentence(i) for i in range(100)], epochs=12, loss=loss)
+    train_heads(deepcopy(fitted).to(torch.bfloat16), tokenizer, config)
+    losses = [sum(line["losses"]) for line in log_of(config) if "losses" in line]
+    assert losses[-1] < losses[0] * 0.7
+    stored = load_file(Path(config.out) / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
 
 
 def test_a_loss_that_is_no_number_stops_the_run(
