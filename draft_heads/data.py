@@ -4,17 +4,18 @@ Knows the tokenizer and its chat template, nothing of models or losses.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headway.draft_heads.config import HeadsTrainError
+from headway.engine.errors import InvalidRequest
+from headway.engine.models.tokenizer import render_chat
 
 Message = dict[str, str]
 
@@ -49,10 +50,14 @@ class Example:
 
 
 def read_examples(
-    path: Path, tokenizer: PreTrainedTokenizerBase, max_chat_tokens: int
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Collection[int],
+    max_chat_tokens: int,
 ) -> Iterator[Example]:
     """Read a JSONL file, each chat cut to `max_chat_tokens`; blank lines are passed over.
 
+    `end_ids` are the tokens that end an answer of the model.
     Raises HeadsTrainError naming the file, the line, what is wrong and what is allowed.
     """
     try:
@@ -61,8 +66,8 @@ def read_examples(
                 if not line.strip():
                     continue
                 try:
-                    examples = _examples_of(json.loads(line), tokenizer)
-                except (ValueError, HeadsTrainError) as error:
+                    examples = _examples_of(json.loads(line), tokenizer, end_ids)
+                except (ValueError, HeadsTrainError, InvalidRequest) as error:
                     raise HeadsTrainError(f"{path}, line {number}: {error}; {FORMS}") from error
                 for ids, learnt in examples:
                     yield Example(tuple(ids[:max_chat_tokens]), tuple(learnt[:max_chat_tokens]))
@@ -71,14 +76,16 @@ def read_examples(
 
 
 def _examples_of(
-    record: object, tokenizer: PreTrainedTokenizerBase
+    record: object, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
 ) -> list[tuple[list[int], list[bool]]]:
     if not isinstance(record, dict):
         raise HeadsTrainError(f"got {type(record).__name__}, not an object")
     if "messages" in record:
-        return tokenize_chat(_messages(record["messages"], "role", "content"), tokenizer)
+        return tokenize_chat(_messages(record["messages"], "role", "content"), tokenizer, end_ids)
     if "conversations" in record:
-        return tokenize_chat(_messages(record["conversations"], "from", "value"), tokenizer)
+        return tokenize_chat(
+            _messages(record["conversations"], "from", "value"), tokenizer, end_ids
+        )
     if isinstance(record.get("text"), str) and record["text"]:
         ids = tokenizer(record["text"])["input_ids"]
         return [(ids, [True] * len(ids))]
@@ -106,9 +113,9 @@ def _messages(turns: object, role_key: str, text_key: str) -> list[Message]:
 
 
 def tokenize_chat(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
 ) -> list[tuple[list[int], list[bool]]]:
-    """Render a chat and mark what the assistant writes: its text and the end-of-turn token.
+    """Render a chat and mark what the assistant writes: its text and the token that ends its turn.
 
     The template is rendered up to each answer, without and with it, and the two pieces are
     tokenised apart, as in serving, where the prompt is tokens before the answer exists. Templates
@@ -120,8 +127,8 @@ def tokenize_chat(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _render(tokenizer, messages[:index], add_generation_prompt=True)
-        whole = _render(tokenizer, messages[: index + 1], add_generation_prompt=False)
+        prompt = render_chat(tokenizer, messages[:index])
+        whole = render_chat(tokenizer, messages[: index + 1], add_generation_prompt=False)
         if not whole.startswith(prompt):
             raise HeadsTrainError(
                 f"message {index}: the chat template does not render the answer after its prompt"
@@ -132,8 +139,8 @@ def tokenize_chat(
         ids, learnt = examples[-1]
         _append(ids, learnt, _tokens(tokenizer, prompt[len(text) :]), 0)
         answer = _tokens(tokenizer, whole[len(prompt) :])
-        ends = tokenizer.eos_token_id
-        _append(ids, learnt, answer, answer.index(ends) + 1 if ends in answer else len(answer))
+        ends = [place for place, token_id in enumerate(answer, 1) if token_id in end_ids]
+        _append(ids, learnt, answer, ends[0] if ends else len(answer))
         text = whole
     return examples
 
@@ -146,18 +153,6 @@ def _append(ids: list[int], learnt: list[bool], piece: list[int], num_learnt: in
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
     return ids
-
-
-def _render(tokenizer: Any, messages: list[Message], *, add_generation_prompt: bool) -> str:
-    try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except (
-        Exception
-    ) as error:  # a template is a program of the model's author: it may raise anything
-        raise HeadsTrainError(f"the model's chat template refuses the chat: {error}") from error
-    return text
 
 
 def align(example: Example, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:

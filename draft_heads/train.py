@@ -6,6 +6,7 @@ Hidden states are recomputed in every epoch, never stored. Rows and loss are def
 import json
 import math
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -59,7 +60,7 @@ def train_heads(
     is shown. Raises HeadsTrainError for bad data, a folder in use, or a loss that is no number.
     """
     out = _make_folder(Path(config.out))
-    train, held_out, num_skipped = _load_data(config, tokenizer)
+    train, held_out, num_skipped = _load_data(config, tokenizer, _end_ids(model, tokenizer))
     heads = new_heads(model, config)
     schedule = _schedule_batches(train, config)
     measured = batches(held_out, config.batch_tokens)
@@ -156,11 +157,11 @@ def _make_folder(out: Path) -> Path:
 
 
 def _load_data(
-    config: HeadsTrainConfig, tokenizer: PreTrainedTokenizerBase
+    config: HeadsTrainConfig, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
 ) -> tuple[list[Example], list[Example], int]:
     """Read the chats that have anything to learn from: train, held out, number skipped."""
     path = Path(config.data)
-    found = list(read_examples(path, tokenizer, config.max_chat_tokens))
+    found = list(read_examples(path, tokenizer, end_ids, config.max_chat_tokens))
     examples = [example for example in found if len(align(example, config.num_heads)[0])]
     if len(examples) < 2:
         raise HeadsTrainError(
@@ -168,6 +169,13 @@ def _load_data(
             f"{config.max_chat_tokens} tokens; at least 2 are needed, one of them to hold out"
         )
     return *split(examples, config.eval_fraction, config.seed), len(found) - len(examples)
+
+
+def _end_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Every token that ends an answer: chat models often name more than the tokenizer does."""
+    named = model.generation_config.eos_token_id
+    ids = named if isinstance(named, list) else [named]
+    return {each for each in (*ids, tokenizer.eos_token_id) if each is not None}
 
 
 def _schedule_batches(train: list[Example], config: HeadsTrainConfig) -> list[list[Example]]:

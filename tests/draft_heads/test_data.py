@@ -15,7 +15,7 @@ def read(
     path: Path, tokenizer: PreTrainedTokenizerFast, *records: object, limit: int = 99
 ) -> list[Example]:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return list(read_examples(path, tokenizer, limit))
+    return list(read_examples(path, tokenizer, {END}, limit))
 
 
 def chat(*texts: str) -> dict[str, object]:
@@ -35,6 +35,24 @@ def test_the_assistant_s_tokens_and_its_end_of_turn_are_learnt(
         (22, True), (END, True), (NEWLINE, False),
     ]  # fmt: skip
     assert list(zip(example.ids, example.learnt, strict=True)) == expected
+
+
+def test_any_end_of_turn_ends_what_is_learnt(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "d"
+    path.write_text(json.dumps(chat("w10", "w20 w21 w22")))
+    [example] = read_examples(path, tokenizer, {END, 21}, 99)
+    assert [i for i, learnt in zip(example.ids, example.learnt, strict=True) if learnt] == [20, 21]
+
+
+def test_a_model_without_a_template_learns_from_text_alone(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tokenizer.chat_template = None
+    assert len(read(tmp_path / "d", tokenizer, {"text": "w10 w11"})) == 1
+    with pytest.raises(HeadsTrainError, match=r"line 1: .*has no chat template"):
+        read(tmp_path / "d", tokenizer, chat("w10", "w20"))
 
 
 def test_sharegpt_reads_as_openai_does(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -92,7 +110,7 @@ def test_a_bad_line_is_named(
     path = tmp_path / "chats.jsonl"
     path.write_text(f"{GOOD}\n{line}\n")
     with pytest.raises(HeadsTrainError, match=message) as error:
-        list(read_examples(path, tokenizer, 99))
+        list(read_examples(path, tokenizer, {END}, 99))
     assert str(path) in str(error.value)
     assert '"messages"' in str(error.value)
 
@@ -105,7 +123,7 @@ def test_an_unreadable_file_is_named(
     if content:
         path.write_bytes(content)
     with pytest.raises(HeadsTrainError, match=r"chats\.jsonl cannot be read"):
-        list(read_examples(path, tokenizer, 99))
+        list(read_examples(path, tokenizer, {END}, 99))
 
 
 def test_alignment_of_the_docstring() -> None:

@@ -1,19 +1,25 @@
 import json
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headway.draft_heads import train as train_module
 from headway.draft_heads.config import HeadsTrainConfig, HeadsTrainError
+from headway.draft_heads.drafter import HydraDrafter
 from headway.draft_heads.rows import Acceptance
 from headway.draft_heads.store import load_heads
 from headway.draft_heads.train import TrainReport, rate_factor, train_heads
+from headway.engine.build import build_engine
+from headway.engine.models.attention import ATTENTION
 from tiny import VOCAB_SIZE, tiny_model
+from tiny_engine import SMALL, request, run
 
 FIRST, COUNT = 6, VOCAB_SIZE - 6
 Write = Callable[..., HeadsTrainConfig]
@@ -93,6 +99,27 @@ def test_heads_learn_to_draft(
     assert load_heads(Path(config.out), fitted).config.num_heads == 3
 
 
+def test_trained_heads_serve(
+    fitted: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, write: Write
+) -> None:
+    config = write([sentence(seed) for seed in range(600)])
+    train_heads(fitted, tokenizer, config)
+    model = deepcopy(fitted)
+    model.set_attn_implementation(ATTENTION)
+    requests = [request(f"r{i}", sentence(5000 + i, 12), 24) for i in range(8)]
+    settings = replace(SMALL, num_threads=1)
+    plain = run(build_engine(model, (), settings), requests)
+    drafter = HydraDrafter(load_heads(Path(config.out), model))
+    drafted = run(build_engine(model, (), settings, drafter), requests)
+
+    assert [a.token_ids for a in drafted.values()] == [a.token_ids for a in plain.values()]
+    finishes = [answer.finish for answer in drafted.values() if answer.finish]
+    num_emitted = sum(finish.speculation.num_emitted for finish in finishes)
+    num_steps = sum(finish.speculation.num_steps for finish in finishes)
+    assert num_emitted == 8 * 24
+    assert num_emitted / num_steps > 2  # the first step of each request, without a draft, included
+
+
 def test_nothing_is_learnt_from_noise(
     fitted: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, write: Write
 ) -> None:
@@ -165,6 +192,18 @@ def test_own_output_heads_and_the_eight_node_tree_train(
     assert heads.config.own_output_heads
     assert len(heads.config.tree.paths) == 8
     assert not torch.equal(heads.outputs[0].weight, fitted.lm_head.weight)
+
+
+@pytest.mark.parametrize("loss", ["hard", "soft"])
+def test_a_bfloat16_target_trains_float32_heads(
+    fitted: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, write: Write, loss: str
+) -> None:
+    config = write([sentence(i) for i in range(100)], epochs=12, loss=loss)
+    train_heads(deepcopy(fitted).to(torch.bfloat16), tokenizer, config)
+    losses = [sum(line["losses"]) for line in log_of(config) if "losses" in line]
+    assert losses[-1] < losses[0] * 0.7
+    stored = load_file(Path(config.out) / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
 
 
 def test_a_loss_that_is_no_number_stops_the_run(
