@@ -39,7 +39,7 @@ def test_in_process_says_what_a_server_says(
 def test_speculation_changes_no_token(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     for flags in ([], ["--speculation=off"], ["--max-draft-tokens=1"]):
-        command = ["generate", "abcabcabc", "--json", "--max-new-tokens=40", "--temperature=0"]
+        command = ["generate", "abcabcabc", "--json", "--max-new-tokens=60", "--temperature=0"]
         assert main([*command, "--server", address, *flags]) == 0
         answers.append(json.loads(capsys.readouterr().out)["answers"][0])
     assert answers[0]["token_ids"] == answers[1]["token_ids"] == answers[2]["token_ids"]
