@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-import torch
-
 from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
 from headway.engine.engine import Engine
@@ -16,7 +14,7 @@ from headway.engine.sequence import Sequence
 from headway.engine.tree import Commit, Drafter, DraftTree
 from tiny import EOS_ID, VOCAB_SIZE, tiny_model
 
-SMALL = EngineConfig(kv_cache_bytes=1 << 20, block_size=4)
+SMALL = EngineConfig(kv_cache_bytes=1 << 20, block_size=4, num_threads=1)
 
 
 def tiny_engine(
@@ -29,7 +27,6 @@ def tiny_engine(
     model = tiny_model(**model_changes)  # type: ignore[arg-type]
     model.set_attn_implementation(ATTENTION)
     engine = build_engine(model, eos_token_ids, config, drafter)
-    torch.set_num_threads(1)
     return engine
 
 

@@ -163,7 +163,9 @@ def test_sampled_tokens_follow_the_law(drafts: float) -> None:
     sampling = SamplingParams(temperature=1.0, top_k=8)
     prompt_ids = (3, 4, 5)
     drafter = ScriptedDrafter({prompt_ids: (7, 7)}, drafts)
-    engine = tiny_engine(drafter, EngineConfig(kv_cache_bytes=1 << 22, max_draft_tokens=3))
+    engine = tiny_engine(
+        drafter, EngineConfig(kv_cache_bytes=1 << 22, num_threads=1, max_draft_tokens=3)
+    )
     requests = [
         request(str(seed), prompt_ids, 2, sampling=replace(sampling, seed=seed))
         for seed in range(3_000)

@@ -98,7 +98,6 @@ def test_greedy_equals_transformers_with_and_without_drafts(family: str) -> None
     drafter = ScriptedDrafter({ids: expected[name] for name, ids in prompts.items()}, 0.9)
     for each in (None, drafter):
         engine = build_engine(model(config, ATTENTION), (), SMALL, each)
-        torch.set_num_threads(1)
         greedy = SamplingParams(temperature=0.0)
         requests = [request(name, ids, 20, sampling=greedy) for name, ids in prompts.items()]
         answers = run(engine, requests)
