@@ -6,9 +6,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+from headway.engine.models.store import list_models
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +27,20 @@ def poisoned_memory() -> Iterator[None]:
 def one_thread() -> None:
     """Tiny models are faster without a thread team, and tests may run beside each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    return _pulled("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    return _pulled("gemma3-270m")
+
+
+def _pulled(name: str) -> Path:
+    listing = next(model for model in list_models() if model.name == name)
+    if listing.state != "pulled":
+        pytest.skip(f"{name} is not in the cache: run headway models pull {name}")
+    return listing.path

@@ -26,8 +26,7 @@ def tiny_engine(
     """An engine on the tiny model in float32 with one thread."""
     model = tiny_model(**model_changes)  # type: ignore[arg-type]
     model.set_attn_implementation(ATTENTION)
-    engine = build_engine(model, eos_token_ids, config, drafter)
-    return engine
+    return build_engine(model, eos_token_ids, config, drafter)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
