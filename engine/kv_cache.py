@@ -26,7 +26,8 @@ class KVCache:
         layers, heads, head_size = _shape(config)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.data = torch.zeros(
+        # Not zeroed: every slot is written before it is read, and untouched pages cost no memory.
+        self.data = torch.empty(
             layers, 2, num_blocks * block_size, heads, head_size, dtype=dtype, device=device
         )
 
