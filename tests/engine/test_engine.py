@@ -441,4 +441,4 @@ def test_timing_and_snapshot() -> None:
     snapshot = engine.snapshot()
     assert (snapshot.num_running, snapshot.num_waiting) == (1, 1)
     assert snapshot.num_queued_prompt_tokens == 7
-    assert snapshot.num_active_blocks == 5
+    assert snapshot.num_active_blocks == 3  # none for drafts that nobody makes
