@@ -19,7 +19,7 @@ from headway.engine.request import (
     Timing,
     TokenLogprobs,
 )
-from headway.engine.stats import EngineCounters, EngineSnapshot
+from headway.engine.stats import NO_DRAFTER, EngineCounters, EngineInfo, EngineSnapshot
 from headway.engine.validation import Limits
 from headway.server.engine_door import EngineDoor, ServedModel
 
@@ -130,7 +130,9 @@ class FakeEngine:
                 self.aborted.append((request_id, reason))
 
     def snapshot(self) -> EngineSnapshot:
-        return EngineSnapshot(len(self._live), 0, 0, 64, len(self._live), 0, 0, EngineCounters())
+        counters = EngineCounters(generated_tokens=sum(self.num_emitted.values()))
+        info = EngineInfo(16, "float32", NO_DRAFTER, 0)
+        return EngineSnapshot(len(self._live), 0, 0, 64, len(self._live), 0, 0, counters, info)
 
     def _run(self) -> None:
         while not self._stopping:
