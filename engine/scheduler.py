@@ -85,6 +85,8 @@ class Scheduler:
         share = max(0, left) // max(1, len(decoding))
         parts: list[Scheduled] = []
         for sequence in decoding:
+            if sequence not in self.running:
+                continue  # preempted for one before it
             max_drafted = self._max_drafted(sequence, share)
             while sequence in self.running:
                 if self.pool.grow(sequence, len(sequence.tokens) + max_drafted):
