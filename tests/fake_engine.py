@@ -126,7 +126,7 @@ class FakeEngine:
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         with self._lock:
-            if request_id in self._live:
+            if request_id in self._live and request_id not in dict(self.aborted):
                 self.aborted.append((request_id, reason))
 
     def snapshot(self) -> EngineSnapshot:

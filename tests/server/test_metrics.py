@@ -1,5 +1,6 @@
 """What Prometheus sees: names, labels, buckets, and that everything returns to zero."""
 
+import asyncio
 import shutil
 import subprocess
 
@@ -240,4 +241,23 @@ async def test_gauges_return_to_zero_after_mixed_load() -> None:
         assert server.metric("headway_requests_running") == 0
         assert server.metric("headway_kv_cache_usage_ratio") == 0
         assert server.metric("headway_requests_total", finish_reason="length") == 8
+        assert server.app.metrics._last_output == {}
+
+
+@pytest.mark.parametrize("num_after", [0, 400], ids=["with its end", "before its end"])
+async def test_an_answer_that_cannot_be_read_is_counted_once(num_after: int) -> None:
+    no_token: int = None  # type: ignore[assignment] # the fault: reading it raises
+    engine = FakeEngine(lambda request: [97, no_token] + [97] * num_after)
+    async with running(engine) as server:
+        stopping = pb.Stopping(max_new_tokens=2 + num_after)
+        with pytest.raises(grpc.RpcError) as caught:
+            await server.stub.Generate(pb.GenerateRequest(text="abc", stopping=stopping))
+        assert caught.value.code() == grpc.StatusCode.INTERNAL
+        while engine.num_requests or not server.app._live.is_idle:  # type: ignore[union-attr]
+            await asyncio.sleep(0.01)
+        ended = {"api": "generate", "finish_reason": "error"}
+        assert server.metric("headway_requests_total", **ended) == 1
+        assert server.metric("headway_requests_total") == 1
+        discarded = server.metric("headway_discarded_tokens_total", reason="error")
+        assert discarded == server.metric("headway_generation_tokens_total") >= 2
         assert server.app.metrics._last_output == {}
