@@ -82,9 +82,11 @@ def _output(
 
 def _count_computed(part: Scheduled, counters: EngineCounters) -> None:
     sequence = part.sequence
-    prompt_left = max(0, sequence.num_prompt_tokens - sequence.num_computed)
-    counters.prompt_computed_tokens += min(part.span, prompt_left)
-    sequence.num_computed += part.span
+    start, end = sequence.num_computed, sequence.num_computed + part.span
+    first_new = max(start, sequence.num_preempted_tokens)
+    counters.prompt_computed_tokens += max(0, min(end, sequence.num_prompt_tokens) - first_new)
+    counters.recomputed_tokens += min(first_new, end) - start
+    sequence.num_computed = end
 
 
 def _count_speculation(
@@ -99,19 +101,15 @@ def _count_speculation(
         num_drafted=stats.num_drafted + drafted,
         num_accepted=stats.num_accepted + accepted,
         num_emitted=stats.num_emitted + emitted,
-        accepted_per_position=tuple(_add_run(list(stats.accepted_per_position), accepted)),
+        accepted_per_position=_add_run(stats.accepted_per_position, accepted),
     )
     if drafted:
-        counters.spec_steps += 1
         counters.spec_drafted_tokens += drafted
-        counters.spec_accepted_tokens += accepted
         counters.spec_emitted_tokens += emitted
-        _add_run(counters.spec_accepted_per_position, accepted)
+        counters.spec_accepted_lengths[accepted] += 1
 
 
-def _add_run(per_position: list[int], length: int) -> list[int]:
-    """Add one to the first `length` entries, in place, making the list longer where needed."""
-    per_position.extend([0] * (length - len(per_position)))
-    for position in range(length):
-        per_position[position] += 1
-    return per_position
+def _add_run(per_position: tuple[int, ...], length: int) -> tuple[int, ...]:
+    """Add one to the first `length` entries; ones that are not there yet count as 0."""
+    run = [count + 1 for count in per_position[:length]] + [1] * (length - len(per_position))
+    return (*run, *per_position[length:])

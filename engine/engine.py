@@ -18,7 +18,14 @@ from headway.engine.runner import ModelRunner
 from headway.engine.sampler import Accepted, accept, prompt_logprobs
 from headway.engine.scheduler import Scheduler
 from headway.engine.sequence import Sequence
-from headway.engine.stats import EngineCounters, EngineSnapshot, StepRecord, Stopwatch
+from headway.engine.stats import (
+    NO_DRAFTER,
+    EngineCounters,
+    EngineInfo,
+    EngineSnapshot,
+    StepRecord,
+    Stopwatch,
+)
 from headway.engine.tree import Commit, Drafter, DraftTree
 from headway.engine.validation import Limits
 
@@ -44,7 +51,9 @@ class Engine:
         self.eos_token_ids = tuple(eos_token_ids)
         self.limits = limits
         self.drafter = drafter
-        self.counters = EngineCounters()
+        if drafter is None:
+            config = replace(config, max_draft_tokens=0)
+        self.counters = EngineCounters(spec_accepted_lengths=[0] * (config.max_draft_tokens + 1))
         self.pool = BlockPool(cache.num_blocks, cache.block_size, config.prefix_cache)
         self.scheduler = Scheduler(config, self.pool, self.counters)
         self._observe_step = observe_step
@@ -118,7 +127,13 @@ class Engine:
             num_active_blocks=self.pool.num_active,
             num_cached_blocks=self.pool.num_cached,
             num_evicted_blocks=self.pool.num_evicted,
-            counters=self.counters,
+            counters=self.counters.copy(),
+            info=EngineInfo(
+                block_size=self.cache.block_size,
+                cache_dtype=str(self.cache.data.dtype).removeprefix("torch."),
+                drafter=NO_DRAFTER if self.drafter is None else self.drafter.name,
+                max_draft_tokens=self.scheduler.config.max_draft_tokens,
+            ),
         )
 
     def _draft(self, batch: Batch) -> list[DraftTree]:

@@ -13,7 +13,7 @@ from headway.engine.batch import Batch, Scheduled
 from headway.engine.block_pool import BlockPool
 from headway.engine.config import EngineConfig
 from headway.engine.sequence import Sequence
-from headway.engine.stats import EngineCounters
+from headway.engine.stats import EngineCounters, Undrafted
 
 
 class Scheduler:
@@ -85,9 +85,9 @@ class Scheduler:
         share = max(0, left) // max(1, len(decoding))
         parts: list[Scheduled] = []
         for sequence in decoding:
-            max_drafted = min(self._max_drafted(sequence), share)
-            if not self.pool.grow(sequence, len(sequence.tokens) + max_drafted):
-                max_drafted = 0
+            if sequence not in self.running:
+                continue  # preempted for one before it
+            max_drafted = self._max_drafted(sequence, share)
             while sequence in self.running:
                 if self.pool.grow(sequence, len(sequence.tokens) + max_drafted):
                     parts.append(Scheduled(sequence, 1, max_drafted))
@@ -119,22 +119,34 @@ class Scheduler:
         span = min(sequence.num_pending, self.config.max_chunk_tokens, budget)
         if span < 1:
             return None
-        max_drafted = 0
-        if span == sequence.num_pending:
-            max_drafted = min(self._max_drafted(sequence), budget - span)
-            if not self.pool.grow(sequence, len(sequence.tokens) + max_drafted):
-                max_drafted = 0
+        reaches_end = span == sequence.num_pending
+        max_drafted = self._max_drafted(sequence, budget - span) if reaches_end else 0
         return Scheduled(sequence, span, max_drafted)
 
-    def _max_drafted(self, sequence: Sequence) -> int:
-        """Nodes worth drafting: the bonus token needs no node, so one less than may be emitted."""
+    def _max_drafted(self, sequence: Sequence, room: int) -> int:
+        """Nodes that may be drafted, `room` at most, with blocks reserved for them.
+
+        The bonus token needs no node, so one less than may be emitted is worth drafting. Where that
+        leaves some and yet none may be, the reason is counted.
+        """
         speculation, stopping = sequence.request.speculation, sequence.request.stopping
-        if not speculation.enabled:
-            return 0
         left = stopping.max_new_tokens - sequence.num_generated - 1
-        asked = speculation.max_draft_tokens
-        limit = self.config.max_draft_tokens
-        return max(0, min(left, limit if asked is None else min(asked, limit)))
+        useful = min(left, self.config.max_draft_tokens)
+        if useful <= 0:
+            return 0
+        asked = useful if speculation.max_draft_tokens is None else speculation.max_draft_tokens
+        num_nodes = min(useful, asked, room)
+        reason: Undrafted
+        if not speculation.enabled or asked == 0:
+            reason = "request"
+        elif room <= 0:
+            reason = "load"
+        elif not self.pool.grow(sequence, len(sequence.tokens) + num_nodes):
+            reason = "blocks"
+        else:
+            return num_nodes
+        self.counters.spec_disabled[reason] += 1
+        return 0
 
     def _admit(self, sequence: Sequence) -> None:
         self.running.append(sequence)
@@ -144,12 +156,13 @@ class Scheduler:
         if not sequence.timing.scheduled:
             sequence.timing = replace(sequence.timing, scheduled=time.monotonic())
             sequence.num_cached_tokens = sequence.num_computed
-            self.counters.prompt_cached_tokens += sequence.num_computed
+        num_known = min(sequence.num_computed, sequence.num_prompt_tokens)
+        self.counters.prompt_cached_tokens += max(0, num_known - sequence.num_preempted_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take the blocks of a running sequence; it will be computed again from its tokens."""
         self.counters.preemptions += 1
-        self.counters.recomputed_tokens += sequence.num_computed
+        sequence.num_preempted_tokens = max(sequence.num_preempted_tokens, sequence.num_computed)
         self.running.remove(sequence)
         self.pool.release(sequence)
         heapq.heappush(self._waiting, (*self._turn(sequence), sequence))

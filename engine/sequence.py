@@ -27,6 +27,8 @@ class Sequence:
         self.last_block_hash = b""
         self.num_cached_tokens = 0
         """Prompt tokens found in the prefix cache at first admission."""
+        self.num_preempted_tokens = 0
+        """Tokens that a preemption took out of the cache: computing them again is no progress."""
         self.num_prompt_logprobs = 0
         """Prompt positions whose logprobs were already reported."""
         self.output_counts: Counter[int] = Counter()

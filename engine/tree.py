@@ -104,7 +104,7 @@ class Drafter(Protocol):
     """Proposes trees. A drafter can only change speed: what it proposes is verified."""
 
     name: str
-    """The metric label and the value of --speculation."""
+    """The label of its metrics."""
     needs_hidden: bool
     """Whether `observe` must be given hidden states."""
 

@@ -1,5 +1,6 @@
 """One of the n answers of a request: engine outputs in, events of the stream out."""
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +27,8 @@ class Answer:
         self.request_id = request.request_id
         self.is_released = False
         """Whether the Finished event has been given out."""
+        self.detokenize_seconds = 0.0
+        """Time spent on turning tokens into text so far."""
         self._num_prompt_tokens = len(request.prompt_ids)
         self._num_cached_tokens = 0
         self._include_stop = generation.include_stop
@@ -67,14 +70,10 @@ class Answer:
         if not self.found_stop:
             self._token_ids.extend(output.token_ids)
             self._logprobs.extend(output.logprobs)
-        num_shown = len(output.token_ids) - self._num_hidden(output.finish)
-        for start in range(0, num_shown, MAX_DELTA_TOKENS):
-            end = min(start + MAX_DELTA_TOKENS, num_shown)
-            self._pieces.append(self._text.push(output.token_ids[start:end]))
-        if output.finish is not None:
-            self._pieces.append(self._text.push(output.token_ids[num_shown:], hidden=True))
-            self._pieces.append(self._text.finish())
-            self._finish = output.finish
+        started = time.perf_counter()
+        self._detokenize(output.token_ids, output.finish)
+        self.detokenize_seconds += time.perf_counter() - started
+        self._finish = output.finish
 
     def release(self) -> list[pb.GenerateStreamResponse]:
         """Return what has been settled since the last release, in as few messages as fit.
@@ -93,6 +92,15 @@ class Answer:
             usage = self._usage()
             events.append(convert.finished(self.index, self.finish, self._text.stop_string, usage))
         return events
+
+    def _detokenize(self, token_ids: tuple[int, ...], finish: Finish | None) -> None:
+        num_shown = len(token_ids) - self._num_hidden(finish)
+        for start in range(0, num_shown, MAX_DELTA_TOKENS):
+            end = min(start + MAX_DELTA_TOKENS, num_shown)
+            self._pieces.append(self._text.push(token_ids[start:end]))
+        if finish is not None:
+            self._pieces.append(self._text.push(token_ids[num_shown:], hidden=True))
+            self._pieces.append(self._text.finish())
 
     def _num_hidden(self, finish: Finish | None) -> int:
         """Count the tokens at the end that ended the answer and are not part of its text."""

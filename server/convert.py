@@ -7,7 +7,7 @@ import hashlib
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from google.protobuf.message import Message
 
@@ -32,6 +32,10 @@ MAX_BAD_WORD_BYTES = 256
 MAX_LOGPROBS = 20
 MAX_ABORT_IDS = 1024
 
+Api = Literal["generate", "generate_stream", "score"]
+"""The methods that give the engine work, by the names that metrics use."""
+APIS: tuple[Api, ...] = get_args(Api)
+
 GenerateMessage: TypeAlias = pb.GenerateRequest | pb.GenerateStreamRequest
 PromptMessage: TypeAlias = (
     GenerateMessage | pb.ScoreRequest | pb.TokenizeRequest | pb.CountTokensRequest
@@ -42,6 +46,7 @@ PromptMessage: TypeAlias = (
 class Generation:
     """One client's request in the engine's words: a Request for each of its n answers."""
 
+    api: Api
     request_id: str
     requests: tuple[Request, ...]
     stop_strings: tuple[str, ...] = ()
@@ -169,6 +174,7 @@ def to_generation(
     }
     first_only = _given(request.response, "num_prompt_logprobs")  # the prompt is the same for all
     return Generation(
+        api="generate_stream" if isinstance(request, pb.GenerateStreamRequest) else "generate",
         request_id=request.request_id,
         requests=tuple(
             Request(
@@ -199,7 +205,7 @@ def to_score(
         deadline=deadline,
         **_given(request, "priority"),
     )
-    return Generation(request.request_id, (scored,))
+    return Generation("score", request.request_id, (scored,))
 
 
 def engine_id(request_id: str, index: int) -> str:

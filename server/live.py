@@ -9,10 +9,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from headway.engine.errors import EngineStopped, InvalidRequest, Overloaded, Violation
-from headway.engine.request import Finish, FinishReason, Output, Request
-from headway.server.answer import Answer
+from headway.engine.request import Finish, FinishReason, Output, Request, Timing
 from headway.server.convert import Generation
 from headway.server.detokenizer import TokenBytes
 from headway.server.engine_door import EngineDoor
@@ -82,7 +82,8 @@ class LiveRequests:
         self._empty_inbox()
         for request_id, stream in list(self._streams.items()):
             stream.fail(EngineStopped(message))
-            self._forget(request_id)
+            finish = Finish(FinishReason.ERROR, message=message)
+            self._end(Output(request_id, Timing(0.0), finish=finish), finish, stream)
 
     def _submit(self, request: Request, stream: Stream) -> None:
         try:
@@ -125,17 +126,21 @@ class LiveRequests:
             stream.fail(error)
             self._engine.abort(output.request_id, FinishReason.ERROR)
             if output.finish is not None:
-                self._forget(output.request_id)
+                self._end(output, replace(output.finish, reason=FinishReason.ERROR), stream)
             return
         self._metrics.output_arrived(output)
         if answer.finish is not None:
-            self._end(output, answer, answer.finish, stream)
+            self._end(output, answer.finish, stream)
         elif answer.found_stop:
             self._engine.abort(output.request_id, FinishReason.STOP_STRING)
 
-    def _end(self, output: Output, answer: Answer, finish: Finish, stream: Stream) -> None:
-        request = self._requests[output.request_id]
-        self._metrics.request_finished(request, output, finish, answer.num_new_tokens)
+    def _end(self, output: Output, finish: Finish, stream: Stream) -> None:
+        """Count an answer's end and forget it; every answer that was submitted comes here once."""
+        api, request = stream.generation.api, self._requests[output.request_id]
+        answer = stream.answer(output.request_id)
+        self._metrics.request_finished(api, request, output.timing, finish, answer.num_new_tokens)
+        if answer.num_new_tokens:
+            self._metrics.detokenized(answer.detokenize_seconds)
         if self._engine.failure is not None:
             stream.fail(EngineStopped(self._engine.failure))
         elif finish.reason is FinishReason.CANCELLED and self._closing:

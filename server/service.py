@@ -86,7 +86,8 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
                 list(request.token_ids),
                 skip_special_tokens=request.skip_special_tokens,
                 clean_up_tokenization_spaces=False,
-            )
+            ),
+            self._metrics.detokenized,
         )
         return pb.DetokenizeResponse(text=text)
 
@@ -140,16 +141,21 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
 
     async def _read_prompt(self, request: PromptMessage) -> tuple[int, ...]:
         model, _ = self._served(request.model)
-        return await self._in_tokenizer(lambda: prompt.read_prompt(model.tokenizer, request))
+        return await self._in_tokenizer(
+            lambda: prompt.read_prompt(model.tokenizer, request), self._metrics.tokenized
+        )
 
     async def _read_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         model, _ = self._served("")
-        return await self._in_tokenizer(lambda: prompt.read_bad_words(model.tokenizer, words))
+        return await self._in_tokenizer(
+            lambda: prompt.read_bad_words(model.tokenizer, words), self._metrics.tokenized
+        )
 
-    async def _in_tokenizer(self, work: Callable[[], T]) -> T:
+    async def _in_tokenizer(self, work: Callable[[], T], observe: Callable[[float], None]) -> T:
+        """Run work on the tokenizer's thread; `observe` is told how long it took with its wait."""
         started = time.perf_counter()
         result = await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
-        self._metrics.tokenized(time.perf_counter() - started)
+        observe(time.perf_counter() - started)
         return result
 
     def _check(self, request: pb.TokenizeRequest | pb.CountTokensRequest) -> None:

@@ -31,6 +31,10 @@ class Stream:
         finishes = [answer.finish for answer in self._answers.values()]
         return any(f is not None and f.reason is FinishReason.DEADLINE for f in finishes)
 
+    def answer(self, request_id: str) -> Answer:
+        """The answer that the engine knows by this id."""
+        return self._answers[request_id]
+
     def read(self, output: Output) -> Answer:
         """Add one output to its answer and return that answer."""
         answer = self._answers[output.request_id]

@@ -19,7 +19,7 @@ from headway.engine.request import (
     Timing,
     TokenLogprobs,
 )
-from headway.engine.stats import EngineCounters, EngineSnapshot
+from headway.engine.stats import NO_DRAFTER, EngineCounters, EngineInfo, EngineSnapshot
 from headway.engine.validation import Limits
 from headway.server.engine_door import EngineDoor, ServedModel
 
@@ -126,11 +126,13 @@ class FakeEngine:
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.CANCELLED) -> None:
         with self._lock:
-            if request_id in self._live:
+            if request_id in self._live and request_id not in dict(self.aborted):
                 self.aborted.append((request_id, reason))
 
     def snapshot(self) -> EngineSnapshot:
-        return EngineSnapshot(len(self._live), 0, 0, 64, len(self._live), 0, 0, EngineCounters())
+        counters = EngineCounters(generated_tokens=sum(self.num_emitted.values()))
+        info = EngineInfo(16, "float32", NO_DRAFTER, 0)
+        return EngineSnapshot(len(self._live), 0, 0, 64, len(self._live), 0, 0, counters, info)
 
     def _run(self) -> None:
         while not self._stopping:

@@ -97,6 +97,22 @@ def test_how_many_nodes_may_be_drafted(
     under_test = scheduler()
     add(under_test, "one", 3, max_new=max_new, speculation=speculation)
     assert summary(under_test.schedule()) == [("one", 3, expected)]
+    refused = expected == 0 and max_new > 1
+    assert under_test.counters.spec_disabled == {"request": refused, "load": 0, "blocks": 0}
+
+
+def test_a_full_step_leaves_no_drafts_and_says_so() -> None:
+    under_test = scheduler(max_batch_tokens=9)
+    add(under_test, "prompt", 9)
+    assert summary(under_test.schedule()) == [("prompt", 9, 0)]
+    assert under_test.counters.spec_disabled == {"request": 0, "load": 1, "blocks": 0}
+
+
+def test_nothing_is_counted_where_nothing_drafts() -> None:
+    under_test = scheduler(max_draft_tokens=0)
+    add(under_test, "one", 3, speculation=SpeculationParams(enabled=False))
+    assert summary(under_test.schedule()) == [("one", 3, 0)]
+    assert not any(under_test.counters.spec_disabled.values())
 
 
 def test_drafts_leave_room_for_every_root_and_for_a_prompt() -> None:
@@ -120,6 +136,7 @@ def test_without_blocks_drafts_go_first_then_the_last_in_turn() -> None:
     first.tokens += [5] * 3
     first.num_computed += 3
     assert summary(under_test.schedule()) == [("first", 1, 0), ("last", 1, 4)]
+    assert under_test.counters.spec_disabled == {"request": 0, "load": 0, "blocks": 1}
     first.tokens += [5] * 2
     first.num_computed += 2
     batch = under_test.schedule()
@@ -129,6 +146,21 @@ def test_without_blocks_drafts_go_first_then_the_last_in_turn() -> None:
     assert last.num_computed == 0
     assert last.block_table == []
     assert summary(batch) == [("first", 1, 0)]
+
+
+def test_a_sequence_that_made_room_for_another_gets_no_blocks_in_its_old_turn() -> None:
+    """It did where drafts of the step before had left it more blocks than it needs now."""
+    under_test = scheduler(num_blocks=8, max_batch_tokens=20, max_draft_tokens=8)
+    first, last = add(under_test, "first", 4), add(under_test, "last", 4)
+    for _ in range(2):
+        play(under_test, under_test.schedule())
+    assert under_test.pool.num_available == 0
+    first.tokens += [5] * 11
+    first.num_computed += 11
+    add(under_test, "waiting", 40)
+    assert summary(under_test.schedule()) == [("first", 1, 0), ("last", 2, 0)]
+    assert under_test.counters.preemptions == 1
+    assert len(last.block_table) == 2
 
 
 def test_a_prompt_is_admitted_only_with_room_for_the_running_to_grow() -> None:

@@ -167,6 +167,9 @@ async def test_death_of_the_engine_ends_streams_and_health(silent_death: bool) -
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         assert "out of memory" in (caught.value.details() or "")
         assert await check(server, "") == NOT_SERVING
+        ended = {"api": "generate_stream", "finish_reason": "error"}
+        assert server.metric("headway_requests_total", **ended) == 1
+        assert server.app.metrics._last_output == {}
 
 
 @pytest.mark.slow
