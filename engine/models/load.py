@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from headway.engine.errors import ModelLoadError
+from headway.engine.memory import free_bytes
 from headway.engine.models.cache import Progress, no_progress
 from headway.engine.models.convert import convert_gguf
 from headway.engine.models.store import resolve
@@ -123,35 +124,13 @@ def _num_weights(folder: Path) -> int:
 
 
 def _check_memory(folder: Path, num_bytes: int, device: torch.device) -> None:
-    if device.type == "cuda":
-        free_bytes = torch.cuda.mem_get_info(device)[0]
-    else:
-        free_bytes = _free_host_bytes()
-    if num_bytes > free_bytes:
+    num_free = free_bytes(device)
+    if num_bytes > num_free:
         raise ModelLoadError(
             f"the weights of {folder} need {num_bytes / 1e9:.1f} GB on {device} and "
-            f"{free_bytes / 1e9:.1f} GB are free. Take a smaller model or a 16-bit dtype, or free "
+            f"{num_free / 1e9:.1f} GB are free. Take a smaller model or a 16-bit dtype, or free "
             "memory."
         )
-
-
-def _free_host_bytes() -> int:
-    """Return the memory that can be taken, within the control group's limit if there is one."""
-    available = [line for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
-    free = [1 << 62, *(int(line.split()[1]) * 1024 for line in available)]
-    limit = _lines(Path("/sys/fs/cgroup/memory.max"))
-    used = _lines(Path("/sys/fs/cgroup/memory.current"))
-    cached = [
-        line for line in _lines(Path("/sys/fs/cgroup/memory.stat")) if line.startswith("file ")
-    ]
-    if limit and used and cached and limit[0] != "max":
-        free.append(int(limit[0]) - int(used[0]) + int(cached[0].split()[1]))
-    return min(free)
-
-
-def _lines(path: Path) -> list[str]:
-    """Return a system file's lines; none where there is no such file."""
-    return path.read_text().splitlines() if path.is_file() else []
 
 
 def _read_model(

@@ -159,7 +159,7 @@ def test_a_model_larger_than_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_model().save_pretrained(tmp_path)
-    monkeypatch.setattr(load, "_free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(load, "free_bytes", lambda device: 1000)
     with pytest.raises(ModelLoadError, match=r"need 0.0 GB on cpu .* smaller model"):
         load_model(str(tmp_path))
 
