@@ -5,6 +5,9 @@ from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
+MAX_NODES = 64
+"""Nodes of a draft tree, the root included: an ancestor mask is one 64-bit word."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -39,10 +42,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for settings that cannot work together."""
-        if not 0 <= self.max_draft_tokens < 64:
+        if not 0 <= self.max_draft_tokens < MAX_NODES:
             raise ValueError(
-                f"max_draft_tokens is {self.max_draft_tokens}; 0 to 63 are allowed, since an ancestor "
-                "mask has 64 bits"
+                f"max_draft_tokens is {self.max_draft_tokens}; 0 to {MAX_NODES - 1} are allowed, since "
+                f"an ancestor mask has {MAX_NODES} bits"
             )
         for name in (
             "block_size",

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 
+from headway.engine.config import MAX_NODES
 from headway.engine.errors import InvalidRequest, Violation
 from headway.engine.request import Request, SamplingParams
-from headway.engine.tree import MAX_NODES
 
 
 @dataclass(frozen=True, slots=True)

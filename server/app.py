@@ -20,8 +20,8 @@ from headway.engine.stats import StepRecord
 from headway.protos import text_generation_pb2_grpc as pb_grpc
 from headway.server.config import ServeConfig
 from headway.server.engine_door import EngineDoor, ServedModel
-from headway.server.errors import ErrorInterceptor
 from headway.server.health import SERVICE_NAME, Health
+from headway.server.interceptor import ErrorInterceptor
 from headway.server.live import LiveRequests
 from headway.server.metrics import Metrics
 from headway.server.metrics_http import MetricsServer
