@@ -8,14 +8,10 @@ from typing import Literal
 
 from headway.draft_heads.tree_shape import EIGHT_NODES, TreeShape
 from headway.engine.config import Dtype
-from headway.engine.errors import HeadwayError
+from headway.engine.errors import UsageError
 
 Loss = Literal["hard", "soft"]
 TreeName = Literal["chain", "eight"]
-
-
-class HeadsTrainError(HeadwayError):
-    """Heads cannot be trained: a bad setting, bad data, or a loss that is no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +84,7 @@ class HeadsTrainConfig:
     def __post_init__(self) -> None:
         problems = [f"{name}: got {got}; {allowed}" for name, got, allowed in self._bad_fields()]
         if problems:
-            raise HeadsTrainError("; ".join(problems))
+            raise UsageError("; ".join(problems))
 
     def _bad_fields(self) -> list[tuple[str, object, str]]:
         least = {

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from headway.engine.errors import InvalidRequest
+from headway.engine.errors import InvalidRequest, UsageError
 from headway.engine.request import Request, SamplingParams, StoppingParams
 from headway.engine.stats import StepRecord
 from headway.engine.validation import check_request
@@ -30,7 +30,6 @@ from headway.server.assembly import (
 )
 from headway.server.commands.progress import progress_bars
 from headway.server.engine_bench import (
-    BenchError,
     CaseResult,
     Prompt,
     Run,
@@ -140,7 +139,7 @@ def measure(
         try:
             check_request(request, engine.limits)
         except InvalidRequest as error:
-            raise BenchError(f"prompt {request.request_id}: {error}") from error
+            raise UsageError(f"prompt {request.request_id}: {error}") from error
     warm_up = [_shortened(request) for request in requests[:batch_size]]
     run(engine, records, warm_up, batch_size)
     return [run(engine, records, requests, batch_size) for _ in range(config.num_repeats)]
@@ -217,7 +216,7 @@ def _write(path: Path, record: Mapping[str, object]) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise BenchError(f"{path}: cannot be written: {error.strerror}") from error
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _step_table(cases: Sequence[CaseResult]) -> Table:
