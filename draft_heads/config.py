@@ -9,6 +9,7 @@ from typing import Literal
 from headway.draft_heads.tree_shape import EIGHT_NODES, TreeShape
 from headway.engine.config import Dtype
 from headway.engine.errors import UsageError
+from headway.engine.models.store import DEFAULT_MODEL
 
 Loss = Literal["hard", "soft"]
 TreeName = Literal["chain", "eight"]
@@ -46,7 +47,7 @@ class HeadsTrainConfig:
     """JSONL file, a chat a line: {"messages": [...]}, {"conversations": [...]} or {"text": ...}."""
     out: str
     """Folder to write the heads to; it may not hold heads yet."""
-    model: str = "smollm2-135m"
+    model: str = DEFAULT_MODEL
     """The target model: a name, a Hugging Face folder or a GGUF file."""
     num_heads: int = 4
     """Heads, and so the deepest draft."""

@@ -58,3 +58,9 @@ class ModelLoadError(HeadwayError):
 
 class UsageError(HeadwayError):
     """A command cannot do what it was asked, by flags, settings files, data files or ports."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what another library's error says, as a sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".") + "."

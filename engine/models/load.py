@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from headway.engine.errors import ModelLoadError
+from headway.engine.errors import ModelLoadError, first_line
 from headway.engine.memory import free_bytes
 from headway.engine.models.cache import Progress, no_progress
 from headway.engine.models.convert import convert_gguf
@@ -42,9 +42,7 @@ class LoadedModel:
     """The Hugging Face folder that it came from; its tokenizer is there."""
     model: PreTrainedModel
     config: PreTrainedConfig
-    dtype: torch.dtype
     vocab_size: int
-    max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     """Every token that ends an answer; empty if the model names none."""
 
@@ -77,9 +75,7 @@ def load_model(
         path=folder,
         model=model,
         config=model.config,
-        dtype=dtype,
         vocab_size=config.get_text_config().vocab_size,
-        max_context_tokens=config.get_text_config().max_position_embeddings,
         eos_token_ids=_eos_token_ids(model.generation_config, config),
     )
 
@@ -91,7 +87,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(
-            f"{folder}/config.json cannot be used: {_first_line(error)} Models that need code of "
+            f"{folder}/config.json cannot be used: {first_line(error)} Models that need code of "
             "their own cannot be loaded."
         ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -118,7 +114,7 @@ def _num_weights(folder: Path) -> int:
                 total += sum(math.prod(file.get_slice(key).get_shape()) for key in keys)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(
-                f"{path} is not a whole safetensors file: {_first_line(error)} Download it again."
+                f"{path} is not a whole safetensors file: {first_line(error)} Download it again."
             ) from error
     return total
 
@@ -151,7 +147,7 @@ def _read_model(
         model: PreTrainedModel = loaded[0].to(device)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
         raise ModelLoadError(
-            f"{folder} cannot be loaded with dtype {dtype} on {device}: {_first_line(error)} Check "
+            f"{folder} cannot be loaded with dtype {dtype} on {device}: {first_line(error)} Check "
             "its config.json, the device and the memory."
         ) from error
     _check_report(folder, loaded[1])
@@ -203,8 +199,3 @@ def _eos_token_ids(
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(ids)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".") + "."

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from headway.engine.errors import InvalidRequest, ModelLoadError, Violation
+from headway.engine.errors import InvalidRequest, ModelLoadError, Violation, first_line
 from headway.engine.models.gguf_file import GGUFFile
 
 # How byte-level vocabularies cut text before merging, by tokenizer.ggml.pre. transformers knows all
@@ -41,8 +41,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(
-            f"{folder} has no tokenizer that can be read ({str(error).splitlines()[0]}). Put the "
-            "model's tokenizer.json and tokenizer_config.json beside its config.json."
+            f"{folder} has no tokenizer that can be read: {first_line(error)} Put the model's "
+            "tokenizer.json and tokenizer_config.json beside its config.json."
         ) from error
     return tokenizer
 

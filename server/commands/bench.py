@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -155,13 +155,8 @@ def _tokenise(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def _shortened(request: Request) -> Request:
-    return Request(
-        request.request_id,
-        request.prompt_ids,
-        StoppingParams(min(request.stopping.max_new_tokens, NUM_WARM_UP_TOKENS)),
-        request.sampling,
-        use_prefix_cache=False,
-    )
+    num_tokens = min(request.stopping.max_new_tokens, NUM_WARM_UP_TOKENS)
+    return replace(request, stopping=StoppingParams(num_tokens))
 
 
 def _default_modes(settings: ModelSettings) -> tuple[DrafterChoice, ...]:
@@ -203,7 +198,7 @@ def _record(
             **{name: metadata.version(name) for name in ("torch", "transformers")},
         },
         "model": assembled.loaded.name,
-        "dtype": str(assembled.loaded.dtype).removeprefix("torch."),
+        "dtype": str(assembled.loaded.model.dtype).removeprefix("torch."),
         "config": dict(flat_items(config)),
         "is_identical": not differences if config.check_identical else None,
         "differences": list(differences),
