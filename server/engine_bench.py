@@ -11,7 +11,7 @@ from time import perf_counter
 
 from headway.engine.engine import Engine
 from headway.engine.errors import UsageError
-from headway.engine.request import Output, Request, SpeculationStats
+from headway.engine.request import Output, Request, SpeculationStats, tau
 from headway.engine.stats import StepRecord
 
 PHASES = ("schedule", "draft", "model", "accept", "commit", "overhead", "step")
@@ -192,9 +192,8 @@ def _note_step(
 
 
 def _tau(stats: Iterable[SpeculationStats]) -> float:
-    pairs = [(each.num_emitted, each.num_steps) for each in stats]
-    num_steps = sum(steps for _, steps in pairs)
-    return sum(emitted for emitted, _ in pairs) / num_steps if num_steps else math.nan
+    found = list(stats)
+    return tau(sum(each.num_emitted for each in found), sum(each.num_steps for each in found))
 
 
 def _read_prompt(line: str, place: str) -> Prompt:

@@ -148,12 +148,8 @@ def _near(key: str, known: Mapping[str, Any]) -> str:
 
 def _setting_of_flag(flag: str) -> str:
     """Return "engine.prefix_cache" for --engine.no-prefix-cache and for --engine.prefix-cache."""
-    section, _, last = flag[2:].partition("=")[0].replace("-", "_").rpartition(".")
-    return (
-        f"{section}.{last}".removeprefix(".").replace(".no_", ".")
-        if section
-        else (last.removeprefix("no_"))
-    )
+    *section, name = flag[2:].partition("=")[0].replace("-", "_").split(".")
+    return ".".join([*section, name.removeprefix("no_")])
 
 
 def _spell(path: Path, key: str, value: Any, hint: Any) -> list[str]:
