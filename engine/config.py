@@ -47,14 +47,19 @@ class EngineConfig:
                 f"max_draft_tokens is {self.max_draft_tokens}; 0 to {MAX_NODES - 1} are allowed, since "
                 f"an ancestor mask has {MAX_NODES} bits"
             )
-        for name in (
-            "block_size",
-            "max_running_requests",
-            "max_chunk_tokens",
-            "max_queued_requests",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        least = {
+            "block_size": 1,
+            "max_chunk_tokens": 1,
+            "max_running_requests": 1,
+            "max_queued_requests": 1,
+            "num_threads": 0,
+            "kv_cache_bytes": 0,
+            "max_context_tokens": 0,
+            "max_queued_prompt_tokens": 0,
+        }
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
         if self.max_batch_tokens <= self.max_running_requests:
             raise ValueError(
                 f"max_batch_tokens is {self.max_batch_tokens}; it must be more than "
