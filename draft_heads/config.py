@@ -8,14 +8,11 @@ from typing import Literal
 
 from headway.draft_heads.tree_shape import EIGHT_NODES, TreeShape
 from headway.engine.config import Dtype
-from headway.engine.errors import HeadwayError
+from headway.engine.errors import UsageError
+from headway.engine.models.store import DEFAULT_MODEL
 
 Loss = Literal["hard", "soft"]
 TreeName = Literal["chain", "eight"]
-
-
-class HeadsTrainError(HeadwayError):
-    """Heads cannot be trained: a bad setting, bad data, or a loss that is no number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +47,7 @@ class HeadsTrainConfig:
     """JSONL file, a chat a line: {"messages": [...]}, {"conversations": [...]} or {"text": ...}."""
     out: str
     """Folder to write the heads to; it may not hold heads yet."""
-    model: str = "smollm2-135m"
+    model: str = DEFAULT_MODEL
     """The target model: a name, a Hugging Face folder or a GGUF file."""
     num_heads: int = 4
     """Heads, and so the deepest draft."""
@@ -88,7 +85,7 @@ class HeadsTrainConfig:
     def __post_init__(self) -> None:
         problems = [f"{name}: got {got}; {allowed}" for name, got, allowed in self._bad_fields()]
         if problems:
-            raise HeadsTrainError("; ".join(problems))
+            raise UsageError("; ".join(problems))
 
     def _bad_fields(self) -> list[tuple[str, object, str]]:
         least = {

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from headway.draft_heads.config import HeadsTrainError
-from headway.engine.errors import InvalidRequest
+from headway.engine.errors import InvalidRequest, UsageError
 from headway.engine.models.tokenizer import render_chat
 
 Message = dict[str, str]
@@ -58,7 +57,7 @@ def read_examples(
     """Read a JSONL file, each chat cut to `max_chat_tokens`; blank lines are passed over.
 
     `end_ids` are the tokens that end an answer of the model.
-    Raises HeadsTrainError naming the file, the line, what is wrong and what is allowed.
+    Raises UsageError naming the file, the line, what is wrong and what is allowed.
     """
     try:
         with path.open(encoding="utf-8") as lines:
@@ -67,19 +66,19 @@ def read_examples(
                     continue
                 try:
                     examples = _examples_of(json.loads(line), tokenizer, end_ids)
-                except (ValueError, HeadsTrainError, InvalidRequest) as error:
-                    raise HeadsTrainError(f"{path}, line {number}: {error}; {FORMS}") from error
+                except (ValueError, UsageError, InvalidRequest) as error:
+                    raise UsageError(f"{path}, line {number}: {error}; {FORMS}") from error
                 for ids, learnt in examples:
                     yield Example(tuple(ids[:max_chat_tokens]), tuple(learnt[:max_chat_tokens]))
     except (OSError, UnicodeDecodeError) as error:
-        raise HeadsTrainError(f"data: {path} cannot be read as UTF-8 text: {error}") from error
+        raise UsageError(f"data: {path} cannot be read as UTF-8 text: {error}") from error
 
 
 def _examples_of(
     record: object, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]
 ) -> list[tuple[list[int], list[bool]]]:
     if not isinstance(record, dict):
-        raise HeadsTrainError(f"got {type(record).__name__}, not an object")
+        raise UsageError(f"got {type(record).__name__}, not an object")
     if "messages" in record:
         return tokenize_chat(_messages(record["messages"], "role", "content"), tokenizer, end_ids)
     if "conversations" in record:
@@ -89,26 +88,24 @@ def _examples_of(
     if isinstance(record.get("text"), str) and record["text"]:
         ids = tokenizer(record["text"])["input_ids"]
         return [(ids, [True] * len(ids))]
-    raise HeadsTrainError(f"has the keys {sorted(record)} but no chat and no text")
+    raise UsageError(f"has the keys {sorted(record)} but no chat and no text")
 
 
 def _messages(turns: object, role_key: str, text_key: str) -> list[Message]:
     if not isinstance(turns, list) or not turns:
-        raise HeadsTrainError("the chat is not a list of messages")
+        raise UsageError("the chat is not a list of messages")
     messages = []
     for index, turn in enumerate(turns):
         if not isinstance(turn, dict) or not {role_key, text_key} <= turn.keys():
-            raise HeadsTrainError(f'message {index} is not {{"{role_key}", "{text_key}"}}')
+            raise UsageError(f'message {index} is not {{"{role_key}", "{text_key}"}}')
         role, text = turn[role_key], turn[text_key]
         if role not in ROLES:
-            raise HeadsTrainError(
-                f"message {index} has {role_key} {role!r}; allowed: {list(ROLES)}"
-            )
+            raise UsageError(f"message {index} has {role_key} {role!r}; allowed: {list(ROLES)}")
         if not isinstance(text, str):
-            raise HeadsTrainError(f"message {index} has a {text_key} that is no string")
+            raise UsageError(f"message {index} has a {text_key} that is no string")
         messages.append({"role": ROLES[role], "content": text})
     if all(message["role"] != "assistant" for message in messages):
-        raise HeadsTrainError("the chat has no message of the assistant, so nothing to learn")
+        raise UsageError("the chat has no message of the assistant, so nothing to learn")
     return messages
 
 
@@ -130,7 +127,7 @@ def tokenize_chat(
         prompt = render_chat(tokenizer, messages[:index])
         whole = render_chat(tokenizer, messages[: index + 1], add_generation_prompt=False)
         if not whole.startswith(prompt):
-            raise HeadsTrainError(
+            raise UsageError(
                 f"message {index}: the chat template does not render the answer after its prompt"
             )
         if not examples or not prompt.startswith(text):

@@ -24,15 +24,9 @@ class HydraDrafter:
     name = "hydra"
     needs_hidden = True
 
-    def __init__(self, heads: HydraHeads, tree: TreeShape | None = None) -> None:
-        """Draft `tree`, or the one that the heads were trained for."""
+    def __init__(self, heads: HydraHeads) -> None:
         self._heads = heads
-        shape = tree or heads.config.tree
-        if shape.num_levels > heads.config.num_heads:
-            raise ValueError(
-                f"tree: is {shape.num_levels} levels deep; these heads draft at most "
-                f"{heads.config.num_heads}"
-            )
+        shape = heads.config.tree
         self._prefixes = [shape.prefix(num_nodes) for num_nodes in range(len(shape.paths) + 1)]
         self._hidden: dict[Sequence, Tensor] = {}
 

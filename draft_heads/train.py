@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
-from headway.draft_heads.config import HeadsTrainConfig, HeadsTrainError, HydraConfig
+from headway.draft_heads.config import HeadsTrainConfig, HydraConfig
 from headway.draft_heads.data import Example, align, batches, read_examples, split
 from headway.draft_heads.hydra import HydraHeads, TargetEnds
 from headway.draft_heads.rows import (
@@ -28,6 +28,7 @@ from headway.draft_heads.rows import (
     measure_acceptance,
 )
 from headway.draft_heads.store import CONFIG_FILE, save_heads
+from headway.engine.errors import UsageError
 
 MAX_GRADIENT_NORM = 1.0
 FINAL_RATE = 0.1
@@ -57,7 +58,7 @@ def train_heads(
     """Train heads for a transformers model on config.data and write the best to config.out.
 
     out/training.jsonl gets a line for every step and every measurement. Without a console nothing
-    is shown. Raises HeadsTrainError for bad data, a folder in use, or a loss that is no number.
+    is shown. Raises UsageError for bad data, a folder in use, or a loss that is no number.
     """
     out = _make_folder(Path(config.out))
     train, held_out, num_skipped = _load_data(config, tokenizer, _end_ids(model, tokenizer))
@@ -146,13 +147,13 @@ def rate_factor(step: int, num_steps: int, warmup_ratio: float) -> float:
 def _make_folder(out: Path) -> Path:
     """Make the folder before hours of work, not after."""
     if (out / CONFIG_FILE).exists():
-        raise HeadsTrainError(
+        raise UsageError(
             f"out: {out} already holds a {CONFIG_FILE}; name another folder or move that one away"
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise HeadsTrainError(f"out: {out} cannot be made: {error.strerror}") from error
+        raise UsageError(f"out: {out} cannot be made: {error.strerror}") from error
     return out
 
 
@@ -164,7 +165,7 @@ def _load_data(
     found = list(read_examples(path, tokenizer, end_ids, config.max_chat_tokens))
     examples = [example for example in found if len(align(example, config.num_heads)[0])]
     if len(examples) < 2:
-        raise HeadsTrainError(
+        raise UsageError(
             f"data: {path} has {len(examples)} chats with an answer of two tokens or more within "
             f"{config.max_chat_tokens} tokens; at least 2 are needed, one of them to hold out"
         )
@@ -200,7 +201,7 @@ def _step(
     losses = backward(heads, rows, config.loss)
     norm = torch.nn.utils.clip_grad_norm_(heads.parameters(), MAX_GRADIENT_NORM)
     if not math.isfinite(sum(losses) + float(norm)):
-        raise HeadsTrainError(
+        raise UsageError(
             f"the losses are {losses} and the gradient's norm is {float(norm)}; the best heads so "
             f"far stay in {config.out}; lower learning_rate ({config.learning_rate}) or check that "
             "the model's own logits are finite in this dtype"

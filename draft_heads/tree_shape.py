@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from headway.engine.tree import MAX_NODES
+from headway.engine.config import MAX_NODES
 
 Ranks = tuple[int, ...]
 """A node, named by the ranks on the way down to it."""

@@ -11,6 +11,7 @@ from headway.engine.config import EngineConfig
 from headway.engine.engine import Engine
 from headway.engine.errors import ModelLoadError
 from headway.engine.kv_cache import KVCache, block_bytes
+from headway.engine.memory import free_bytes
 from headway.engine.runner import ModelRunner
 from headway.engine.stats import StepRecord
 from headway.engine.tree import Drafter
@@ -20,10 +21,22 @@ MAX_CPU_CACHE_BYTES = 4 << 30
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
-    """The device that `config.device` means on this machine."""
-    if config.device != "auto":
-        return torch.device(config.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The device that `config.device` means on this machine. ModelLoadError when it is not there."""
+    num_gpus = torch.cuda.device_count()
+    if config.device == "auto":
+        return torch.device("cuda" if num_gpus else "cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        device = None
+    if device is not None and (
+        device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < num_gpus)
+    ):
+        return device
+    raise ModelLoadError(
+        f"device is {config.device!r}; auto, cpu, cuda or cuda:N are allowed, and torch sees "
+        f"{num_gpus} GPUs here"
+    )
 
 
 def resolve_dtype(config: EngineConfig) -> torch.dtype:
@@ -64,7 +77,7 @@ def build_engine(
 
 def _num_blocks(model: PreTrainedModel, config: EngineConfig) -> int:
     one = block_bytes(model.config, config.block_size, model.dtype)
-    num_blocks = (config.kv_cache_bytes or _free_bytes(model.device) // 4) // one
+    num_blocks = (config.kv_cache_bytes or _default_cache_bytes(model.device)) // one
     if num_blocks < 2:
         raise ModelLoadError(
             f"the KV cache would hold {num_blocks} blocks of {config.block_size} tokens; at least 2 are "
@@ -73,10 +86,9 @@ def _num_blocks(model: PreTrainedModel, config: EngineConfig) -> int:
     return num_blocks
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return min(MAX_CPU_CACHE_BYTES * 4, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+def _default_cache_bytes(device: torch.device) -> int:
+    quarter = free_bytes(device) // 4
+    return quarter if device.type == "cuda" else min(quarter, MAX_CPU_CACHE_BYTES)
 
 
 def _limits(model: PreTrainedModel, config: EngineConfig, cache_tokens: int) -> Limits:

@@ -5,6 +5,9 @@ from typing import Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
+MAX_NODES = 64
+"""Nodes of a draft tree, the root included: an ancestor mask is one 64-bit word."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -39,19 +42,24 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for settings that cannot work together."""
-        if not 0 <= self.max_draft_tokens < 64:
+        if not 0 <= self.max_draft_tokens < MAX_NODES:
             raise ValueError(
-                f"max_draft_tokens is {self.max_draft_tokens}; 0 to 63 are allowed, since an ancestor "
-                "mask has 64 bits"
+                f"max_draft_tokens is {self.max_draft_tokens}; 0 to {MAX_NODES - 1} are allowed, since "
+                f"an ancestor mask has {MAX_NODES} bits"
             )
-        for name in (
-            "block_size",
-            "max_running_requests",
-            "max_chunk_tokens",
-            "max_queued_requests",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        least = {
+            "block_size": 1,
+            "max_chunk_tokens": 1,
+            "max_running_requests": 1,
+            "max_queued_requests": 1,
+            "num_threads": 0,
+            "kv_cache_bytes": 0,
+            "max_context_tokens": 0,
+            "max_queued_prompt_tokens": 0,
+        }
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
         if self.max_batch_tokens <= self.max_running_requests:
             raise ValueError(
                 f"max_batch_tokens is {self.max_batch_tokens}; it must be more than "

@@ -1,4 +1,4 @@
-"""Every error that Headway raises on purpose, and what each one means to a caller.
+"""The errors that Headway raises on purpose, and what each one means to a caller.
 
 HeadwayError
   InvalidRequest   the request cannot be served as it is; sending it again will not help
@@ -6,8 +6,10 @@ HeadwayError
   Overloaded       there is no room now; try again after `retry_seconds`
   EngineStopped    the engine is draining or has died; another replica may serve
   ModelLoadError   a model cannot be found, read or held in memory; start-up fails
+  UsageError       a command cannot do what it was asked: flags, settings, files, ports
 
-server/errors.py maps them to gRPC status. Any other exception is a bug of ours.
+server/errors.py maps them to gRPC status and adds the two ways in which a call itself ends early;
+server/cli.py makes any of them one line and exit code 2. Any other exception is a bug of ours.
 """
 
 from dataclasses import dataclass
@@ -52,3 +54,13 @@ class EngineStopped(HeadwayError):
 
 class ModelLoadError(HeadwayError):
     """A model cannot be found, read, converted or held in memory."""
+
+
+class UsageError(HeadwayError):
+    """A command cannot do what it was asked, by flags, settings files, data files or ports."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what another library's error says, as a sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".") + "."

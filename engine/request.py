@@ -3,6 +3,7 @@
 Token ids only; text, protobuf and stop strings are the server's business.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -102,13 +103,17 @@ class TokenLogprobs:
     """The likeliest (token id, logprob), best first."""
 
 
+def tau(num_emitted: int, num_steps: int) -> float:
+    """Mean tokens per pass of the model, the bonus token included; plain decoding is 1.00.
+
+    NaN where there was no pass.
+    """
+    return num_emitted / num_steps if num_steps else math.nan
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """What speculation did for one request.
-
-    tau = num_emitted / num_steps: mean tokens per pass of the model, the bonus token included;
-    plain decoding is 1.00.
-    """
+    """What speculation did for one request."""
 
     num_steps: int = 0
     """Passes of the model that emitted tokens for this request."""
@@ -123,7 +128,7 @@ class SpeculationStats:
 
     @property
     def tau(self) -> float:
-        return self.num_emitted / self.num_steps if self.num_steps else 0.0
+        return tau(self.num_emitted, self.num_steps)
 
 
 @dataclass(frozen=True, slots=True)

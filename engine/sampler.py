@@ -16,9 +16,6 @@ from headway.engine.request import TokenLogprobs
 from headway.engine.sequence import Sequence
 from headway.engine.tree import DraftTree
 
-_PIECE_BYTES = 16 << 20
-"""Logits are turned into logprobs in pieces of this size, whatever the length of a prompt."""
-
 _NOISE_TOKENS = 1 << 17
 """Noise drawn at once on a CPU: its intermediate tensors then stay in the cache."""
 
@@ -83,14 +80,9 @@ def prompt_logprobs(
 
     FloatingPointError if a row is unusable: the caller ends that request with an error.
     """
-    num_rows = max(1, _PIECE_BYTES // (4 * logits.shape[-1]))
-    scored: list[TokenLogprobs] = []
-    for start in range(0, len(next_ids), num_rows):
-        piece = slice(start, start + num_rows)
-        if not logits[piece].amax(-1).isfinite().all():
-            raise FloatingPointError(_UNUSABLE.format(f"prompt positions from {start}"))
-        scored += _token_logprobs(logits[piece], next_ids[piece], num_top)
-    return tuple(scored)
+    if not logits.amax(-1).isfinite().all():
+        raise FloatingPointError(_UNUSABLE.format("some position of the prompt"))
+    return tuple(_token_logprobs(logits, next_ids, num_top))
 
 
 class _Walk:

@@ -10,10 +10,8 @@ from typing import Protocol
 
 import torch
 
+from headway.engine.config import MAX_NODES
 from headway.engine.sequence import Sequence
-
-MAX_NODES = 64
-"""Nodes of a tree, the root included: an ancestor mask is one 64-bit word."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ class DraftTree:
 
     Nodes are in breadth-first order, so a parent comes before its children. Node i is computed at
     position root + depths[i] and its key and value go to slot root + i; once a path is accepted they
-    move to slot root + depth (KVCache.compact) and need no new rotation.
+    move to slot root + depth (KVCache.move) and need no new rotation.
     """
 
     token_ids: tuple[int, ...]

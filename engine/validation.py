@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 
+from headway.engine.config import MAX_NODES
 from headway.engine.errors import InvalidRequest, Violation
 from headway.engine.request import Request, SamplingParams
-from headway.engine.tree import MAX_NODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Limits:
     """Prompt plus answer, as the model allows it."""
     max_cache_tokens: int
     """Tokens that the whole KV cache can hold."""
-    max_logprobs: int = 64
+    max_logprobs: int = 20
     max_logit_bias: int = 1024
     max_allowed_token_ids: int = 16_384
     max_bad_words: int = 256
@@ -71,10 +71,10 @@ def _check_prompt(request: Request, limits: Limits) -> Iterator[Violation]:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Numbers a field may hold. NaN is in no range."""
+    """Numbers a field may hold; None is a field left out. NaN is in no range."""
 
     field: str
-    value: float
+    value: float | None
     low: float
     high: float
     advice: str
@@ -84,6 +84,8 @@ class _Range:
     """A single value that is allowed beside the range."""
 
     def violation(self) -> Violation | None:
+        if self.value is None:
+            return None
         above = self.value > self.low if self.without_low else self.value >= self.low
         below = self.value < self.high if self.without_high else self.value <= self.high
         if (above and below) or self.value == self.also:
@@ -100,54 +102,49 @@ class _Range:
 
 
 def _check_numbers(request: Request, limits: Limits) -> Iterator[Violation]:
-    sampling, stopping = request.sampling, request.stopping
-    off = "Leave it out to turn it off."
-    ranges = [
-        _Range("max_new_tokens", stopping.max_new_tokens, 0, math.inf, "0 only scores the prompt."),
-        _Range(
-            "min_new_tokens",
-            stopping.min_new_tokens,
-            0,
-            max(stopping.max_new_tokens, 0),
-            "Lower it, or raise max_new_tokens.",
-        ),
-        _Range(
-            "temperature",
-            sampling.temperature,
-            0.01,
-            100.0,
-            "Use 0 for the likeliest token.",
-            also=0.0,
-        ),
-        _Range("top_k", sampling.top_k, 0, math.inf, "Use 0 to keep every token."),
-        _Range("top_p", sampling.top_p, 0, 1, "Use 1 to keep every token.", without_low=True),
-        _Range("min_p", sampling.min_p, 0, 1, "Use 0 to keep every token.", without_high=True),
-        _Range(
-            "typical_p", sampling.typical_p, 0, 1, "Use 1 to keep every token.", without_low=True
-        ),
-        _Range("repetition_penalty", sampling.repetition_penalty, 0, 10, off, without_low=True),
-        _Range("presence_penalty", sampling.presence_penalty, -2, 2, off),
-        _Range("frequency_penalty", sampling.frequency_penalty, -2, 2, off),
-        _Range("seed", sampling.seed, 0, 2**64 - 1, "Leave it out to have one chosen."),
-        _Range("priority", request.priority, -(2**31), 2**31 - 1, "Lower runs first; 0 is usual."),
-    ]
-    for field, count in (
-        ("logprobs", request.num_logprobs),
-        ("prompt_logprobs", request.num_prompt_logprobs),
-    ):
-        if count is not None:
-            advice = "Use 0 for the chosen tokens alone."
-            ranges.append(_Range(field, count, 0, limits.max_logprobs, advice))
-    if request.speculation.max_draft_tokens is not None:
-        drafts = request.speculation.max_draft_tokens
-        advice = "Leave it out to let the engine choose, use 0 for none."
-        ranges.append(_Range("max_draft_tokens", drafts, 0, MAX_NODES - 1, advice))
     if request.deadline is not None and not math.isfinite(request.deadline):
         yield Violation(
             "deadline",
             f"is {request.deadline}; it must be a finite time. Leave it out for no deadline.",
         )
-    yield from filter(None, (range_.violation() for range_ in ranges))
+    yield from filter(None, (range_.violation() for range_ in _ranges(request, limits)))
+
+
+def _ranges(request: Request, limits: Limits) -> tuple[_Range, ...]:
+    law, stopping, speculation = request.sampling, request.stopping, request.speculation
+    most_new = max(stopping.max_new_tokens, 0)
+    most_logprobs, most_drafts = limits.max_logprobs, MAX_NODES - 1
+    every, off = "to keep every token.", "Leave it out to turn it off."
+    no_top = "Use 0 for the chosen tokens alone."
+    return (
+        _Range("max_new_tokens", stopping.max_new_tokens, 0, math.inf, "0 only scores the prompt."),
+        _Range(
+            "min_new_tokens",
+            stopping.min_new_tokens,
+            0,
+            most_new,
+            "Lower it, or raise max_new_tokens.",
+        ),
+        _Range("temperature", law.temperature, 0.01, 100, "Use 0 for the likeliest token.", also=0),
+        _Range("top_k", law.top_k, 0, math.inf, f"Use 0 {every}"),
+        _Range("top_p", law.top_p, 0, 1, f"Use 1 {every}", without_low=True),
+        _Range("min_p", law.min_p, 0, 1, f"Use 0 {every}", without_high=True),
+        _Range("typical_p", law.typical_p, 0, 1, f"Use 1 {every}", without_low=True),
+        _Range("repetition_penalty", law.repetition_penalty, 0, 10, off, without_low=True),
+        _Range("presence_penalty", law.presence_penalty, -2, 2, off),
+        _Range("frequency_penalty", law.frequency_penalty, -2, 2, off),
+        _Range("seed", law.seed, 0, 2**64 - 1, "Leave it out to have one chosen."),
+        _Range("priority", request.priority, -(2**31), 2**31 - 1, "Lower runs first; 0 is usual."),
+        _Range("num_logprobs", request.num_logprobs, 0, most_logprobs, no_top),
+        _Range("num_prompt_logprobs", request.num_prompt_logprobs, 0, most_logprobs, no_top),
+        _Range(
+            "max_draft_tokens",
+            speculation.max_draft_tokens,
+            0,
+            most_drafts,
+            "Leave it out to let the engine choose, use 0 for none.",
+        ),
+    )
 
 
 def _check_sizes(request: Request, limits: Limits) -> Iterator[Violation]:

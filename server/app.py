@@ -9,19 +9,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from headway.engine.errors import HeadwayError, ModelLoadError
+from headway.engine.errors import UsageError
 from headway.engine.stats import StepRecord
 from headway.protos import text_generation_pb2_grpc as pb_grpc
 from headway.server.config import ServeConfig
 from headway.server.engine_door import EngineDoor, ServedModel
-from headway.server.errors import ErrorInterceptor
 from headway.server.health import SERVICE_NAME, Health
+from headway.server.interceptor import ErrorInterceptor
 from headway.server.live import LiveRequests
 from headway.server.metrics import Metrics
 from headway.server.metrics_http import MetricsServer
@@ -33,14 +34,10 @@ LoadModel = Callable[[Callable[[StepRecord], None]], ServedModel]
 """Loads and warms up; what it is given observes every step of the engine."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-EXIT_OK, EXIT_FAILED, EXIT_NOT_STARTED = 0, 1, 2
+EXIT_OK, EXIT_FAILED = 0, 1
 ABORT_SECONDS = 5.0
 """How long aborted requests get to tell their clients."""
 POLL_SECONDS = 0.02
-
-
-class PortUnavailable(HeadwayError):
-    """A port cannot be listened on; start-up fails."""
 
 
 class App:
@@ -61,7 +58,7 @@ class App:
         self._grpc: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Bind both ports and answer health checks. Raises PortUnavailable."""
+        """Bind both ports and answer health checks. Raises UsageError."""
         config = self._config
         server = grpc.aio.server(
             interceptors=[ErrorInterceptor(self.metrics, "headway.v1")], options=options(config)
@@ -141,8 +138,9 @@ class App:
 async def serve(config: ServeConfig, model_name: str, load: LoadModel) -> int:
     """Run a server until SIGTERM, SIGINT or the engine's death, and return the exit status.
 
-    0 after a drain, 1 when the engine died or a second signal cut the drain short, 2 when a port or the
-    model cannot be had. `load` runs on a thread of its own; SIGTERM while it loads ends at once.
+    0 after a drain, 1 when the engine died or a second signal cut the drain short. `load` runs on a thread of
+    its own; SIGTERM while it loads ends at once. Raises UsageError when a port cannot be had, and what
+    `load` raises.
     """
     app = App(config, model_name)
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
@@ -166,9 +164,6 @@ async def serve(config: ServeConfig, model_name: str, load: LoadModel) -> int:
         if isinstance(cut, str):
             await app.fail(cut)
         return EXIT_OK if cut is None else EXIT_FAILED
-    except (PortUnavailable, ModelLoadError) as error:
-        logger.error("%s", error)
-        return EXIT_NOT_STARTED
     finally:
         died.cancel()
         await app.stop()
@@ -200,8 +195,8 @@ def options(config: ServeConfig) -> list[tuple[str, int]]:
     return found
 
 
-def _port_unavailable(field: str, host: str, port: int) -> PortUnavailable:
-    return PortUnavailable(
+def _port_unavailable(field: str, host: str, port: int) -> UsageError:
+    return UsageError(
         f"cannot listen on {host}:{port}: it is in use, or not an address of this machine. "
         f"Stop whatever has it or choose another ({field}; 0 takes a free one)."
     )
@@ -212,22 +207,18 @@ def _on_daemon_thread(work: Callable[[], ServedModel]) -> asyncio.Future[ServedM
     loop = asyncio.get_running_loop()
     future: asyncio.Future[ServedModel] = loop.create_future()
 
-    def finish(result: ServedModel | None, error: Exception | None) -> None:
-        if future.cancelled():
-            return
-        if result is not None:
-            future.set_result(result)
-        else:
-            future.set_exception(error or AssertionError("work returned nothing"))
+    def settle(outcome: Callable[[], None]) -> None:
+        if not future.cancelled():
+            outcome()
 
     def run() -> None:
         try:
-            result, error = work(), None
-        except Exception as raised:
-            result, error = None, raised
+            outcome = partial(future.set_result, work())
+        except Exception as error:
+            outcome = partial(future.set_exception, error)
         # The loop is closed when a signal ended the process while it loaded.
         if not loop.is_closed():
-            loop.call_soon_threadsafe(finish, result, error)
+            loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=run, name="load", daemon=True).start()
     return future

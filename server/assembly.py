@@ -8,14 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from headway.draft_heads.drafter import HydraDrafter
 from headway.draft_heads.store import load_heads
 from headway.engine.build import build_engine, resolve_device, resolve_dtype
 from headway.engine.config import EngineConfig
 from headway.engine.engine import Engine
-from headway.engine.errors import ModelLoadError
 from headway.engine.loop import EngineLoop
 from headway.engine.models.attention import ATTENTION
 from headway.engine.models.cache import Progress, no_progress
@@ -66,27 +63,10 @@ class Assembled:
 
 def assemble(settings: ModelSettings, progress: Progress = no_progress) -> Assembled:
     """Load the model and its tokenizer. Raises ModelLoadError."""
-    device = find_device(settings.engine)
+    device = resolve_device(settings.engine)
     dtype = resolve_dtype(settings.engine)
     loaded = load_model(settings.model, dtype, device, attention=ATTENTION, progress=progress)
     return Assembled(settings, loaded, load_tokenizer(loaded.path))
-
-
-def find_device(config: EngineConfig) -> torch.device:
-    """Return the device that the config names. Raises ModelLoadError when it is not there."""
-    num_gpus = torch.cuda.device_count()
-    try:
-        device = resolve_device(config)
-    except RuntimeError:
-        device = None
-    if device is not None and (
-        device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < num_gpus)
-    ):
-        return device
-    raise ModelLoadError(
-        f"device is {config.device!r}; auto, cpu, cuda or cuda:N are allowed, and torch sees "
-        f"{num_gpus} GPUs here"
-    )
 
 
 def make_engine(

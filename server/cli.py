@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from headway.engine.errors import HeadwayError
+from headway.engine.errors import HeadwayError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,6 @@ COMMANDS = {
     "healthcheck": Command("healthcheck", "healthcheck", "Ask a server whether it is serving."),
 }
 LEVELS = ("debug", "info", "warning", "error")
-
-
-class UsageError(HeadwayError):
-    """There is no such command, or a variable of the environment makes no sense."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,9 +72,8 @@ def _run(arguments: Sequence[str]) -> int:
         return 0 if rest else 2
     set_up_logging("info" if name == "serve" else "warning")
     function = load(command)
-    from headway.server.settings import (
-        read_config,
-    )  # tyro takes longer to import than usage() to run
+    # tyro takes longer to import than usage() to run.
+    from headway.server.settings import read_config
 
     return function(read_config(config_type(function), rest, f"headway {name}"))
 

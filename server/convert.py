@@ -29,7 +29,6 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_BYTES = 1024
 MAX_BAD_WORDS = 128  # each is two runs of tokens for the engine
 MAX_BAD_WORD_BYTES = 256
-MAX_LOGPROBS = 20
 MAX_ABORT_IDS = 1024
 
 Api = Literal["generate", "generate_stream", "score"]
@@ -91,12 +90,8 @@ def check_generate(request: GenerateMessage, max_prompt_bytes: int) -> None:
     found += _check_bytes("request_id", len(request.request_id.encode()), MAX_REQUEST_ID_BYTES)
     found += _check_strings("stopping.stop_strings", stops, MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES)
     found += _check_strings("sampling.bad_words", words, MAX_BAD_WORDS, MAX_BAD_WORD_BYTES)
-    if request.HasField("n"):
-        found += _check_range("n", request.n, 1, MAX_ANSWERS)
-    for name in ("num_logprobs", "num_prompt_logprobs"):
-        if request.response.HasField(name):
-            value = getattr(request.response, name)
-            found += _check_range(f"response.{name}", value, 0, MAX_LOGPROBS)
+    if request.HasField("n") and not 1 <= request.n <= MAX_ANSWERS:
+        found.append(Violation("n", f"is {request.n}; 1 to {MAX_ANSWERS} are allowed."))
     if found:
         raise InvalidRequest(*found)
 
@@ -105,7 +100,6 @@ def check_score(request: pb.ScoreRequest, max_prompt_bytes: int) -> None:
     """Raise InvalidRequest with every size of a ScoreRequest that is out of bounds."""
     found = check_prompt(request, max_prompt_bytes)
     found += _check_bytes("request_id", len(request.request_id.encode()), MAX_REQUEST_ID_BYTES)
-    found += _check_range("num_prompt_logprobs", request.num_prompt_logprobs, 0, MAX_LOGPROBS)
     if found:
         raise InvalidRequest(*found)
 
@@ -343,11 +337,6 @@ _SAMPLING_NUMBERS = (
     "min_p",
     "typical_p",
 )
-_OTHER_NAMES = {
-    "logprobs": "num_logprobs",
-    "prompt_logprobs": "num_prompt_logprobs",
-    "messages": "chat",
-}
 
 
 def _given(message: Any, *names: str) -> dict[str, Any]:
@@ -362,7 +351,7 @@ def field_paths(request: Message) -> dict[str, str]:
         paths[field.name] = field.name
         if field.message_type is not None and field.containing_oneof is None:
             paths |= {sub.name: f"{field.name}.{sub.name}" for sub in field.message_type.fields}
-    return paths | {ours: paths[name] for ours, name in _OTHER_NAMES.items() if name in paths}
+    return paths
 
 
 def _check_chat(chat: pb.Chat, max_bytes: int) -> list[Violation]:
@@ -390,12 +379,6 @@ def _check_bytes(field: str, num_bytes: int, limit: int) -> list[Violation]:
     if num_bytes <= limit:
         return []
     return [Violation(field, f"has {num_bytes:,} bytes; at most {limit:,} are read. Shorten it.")]
-
-
-def _check_range(field: str, value: int, lowest: int, highest: int) -> list[Violation]:
-    if lowest <= value <= highest:
-        return []
-    return [Violation(field, f"is {value}; {lowest} to {highest} are allowed.")]
 
 
 def _check_strings(

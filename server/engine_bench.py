@@ -10,16 +10,12 @@ from pathlib import Path
 from time import perf_counter
 
 from headway.engine.engine import Engine
-from headway.engine.errors import HeadwayError
-from headway.engine.request import Output, Request, SpeculationStats
+from headway.engine.errors import UsageError
+from headway.engine.request import Output, Request, SpeculationStats, tau
 from headway.engine.stats import StepRecord
 
 PHASES = ("schedule", "draft", "model", "accept", "commit", "overhead", "step")
 """overhead is schedule + accept + commit: what is neither the model nor the drafter."""
-
-
-class BenchError(HeadwayError):
-    """A prompt file that cannot be read, or outputs that should be equal and are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +95,12 @@ def read_prompts(path: Path | None) -> list[Prompt]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"{file}: cannot be read: {error}") from error
+        raise UsageError(f"{file}: cannot be read: {error}") from error
     prompts = [
         _read_prompt(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line
     ]
     if not prompts:
-        raise BenchError(
+        raise UsageError(
             f'{file}: has no prompts; a line is {{"prompt": "...", "category": "..."}}'
         )
     return prompts
@@ -196,9 +192,8 @@ def _note_step(
 
 
 def _tau(stats: Iterable[SpeculationStats]) -> float:
-    pairs = [(each.num_emitted, each.num_steps) for each in stats]
-    num_steps = sum(steps for _, steps in pairs)
-    return sum(emitted for emitted, _ in pairs) / num_steps if num_steps else math.nan
+    found = list(stats)
+    return tau(sum(each.num_emitted for each in found), sum(each.num_steps for each in found))
 
 
 def _read_prompt(line: str, place: str) -> Prompt:
@@ -206,9 +201,9 @@ def _read_prompt(line: str, place: str) -> Prompt:
         values = json.loads(line)
         prompt = Prompt(**values)
     except (ValueError, TypeError) as error:
-        raise BenchError(
+        raise UsageError(
             f'{place}: {error}; a line is {{"prompt": "...", "category": "..."}}'
         ) from error
     if not (isinstance(prompt.prompt, str) and prompt.prompt and isinstance(prompt.category, str)):
-        raise BenchError(f"{place}: prompt and category must be text, and the prompt not empty")
+        raise UsageError(f"{place}: prompt and category must be text, and the prompt not empty")
     return prompt

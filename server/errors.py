@@ -1,19 +1,12 @@
-"""Errors to gRPC status and back, and the one interceptor that every call passes.
+"""Errors to gRPC status and back; interceptor.py and client.py are the two ends.
 
 The only place that knows google.rpc details: BadRequest, ErrorInfo, RequestInfo, ResourceInfo, RetryInfo.
 """
 
-import asyncio
-import logging
-import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import grpc.aio
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import (  # type: ignore[import-untyped]  # published without types
@@ -29,10 +22,6 @@ from headway.engine.errors import (
     UnknownModel,
     Violation,
 )
-from headway.server import convert
-from headway.server.metrics import Metrics
-
-logger = logging.getLogger(__name__)
 
 DOMAIN = "headway"
 MAX_VIOLATIONS = 16
@@ -136,97 +125,6 @@ def from_rpc_error(error: grpc.RpcError) -> Exception:
             return error  # nearly always gRPC itself is first to notice; callers see one error
         case _:
             return AnswerFailed(message)
-
-
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Names each request of our services, counts its call, and maps what it raises to a status."""
-
-    def __init__(self, metrics: Metrics, package: str) -> None:
-        self._metrics = metrics
-        self._prefix = f"/{package}."
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: Any,
-    ) -> Any:
-        method = handler_call_details.method
-        handler = await continuation(handler_call_details)
-        if handler is None or not method.startswith(self._prefix):
-            return handler
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(
-                self._streaming(method, handler.unary_stream),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        return grpc.unary_unary_rpc_method_handler(
-            self._unary(method, handler.unary_unary),
-            handler.request_deserializer,
-            handler.response_serializer,
-        )
-
-    def _unary(self, method: str, behavior: Any) -> Any:
-        async def call(request: Any, context: Any) -> Any:
-            async with self._watched(method, "unary", request, context):
-                response = await behavior(request, context)
-                self._metrics.message_sent(method, "unary")
-                return response
-
-        return call
-
-    def _streaming(self, method: str, behavior: Any) -> Any:
-        async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            async with (
-                self._watched(method, "server_stream", request, context),
-                aclosing(behavior(request, context)) as responses,
-            ):
-                async for response in responses:
-                    yield response
-                    self._metrics.message_sent(method, "server_stream")
-
-        return call
-
-    @asynccontextmanager
-    async def _watched(
-        self, method: str, kind: str, request: Any, context: Any
-    ) -> AsyncIterator[None]:
-        """Run a call: count it, time it, and end it with the right status when it raises."""
-        request_id = _name(request)
-        started = time.perf_counter()
-        self._metrics.rpc_started(method, kind)
-        code = grpc.StatusCode.OK
-        try:
-            yield
-        except (asyncio.CancelledError, GeneratorExit):
-            code = _code_of_leaving(context)
-            raise
-        except Exception as error:
-            if isinstance(error, InvalidRequest):
-                error = convert.to_client_fields(error, request)
-            elif not isinstance(error, HeadwayError):
-                logger.exception("request_id=%s method=%s failed", request_id, method)
-            shown = to_rpc_error(error, request_id)
-            code = shown.code
-            await context.abort(code, shown.message, shown.trailers())
-        finally:
-            self._metrics.rpc_handled(method, kind, code, time.perf_counter() - started)
-
-
-def _name(request: Any) -> str:
-    """Return the request's id; one that its client did not name gets a random one."""
-    if getattr(request, "request_id", None):
-        return str(request.request_id)
-    name = uuid.uuid4().hex
-    if hasattr(request, "request_id"):
-        request.request_id = name
-    return name
-
-
-def _code_of_leaving(context: Any) -> grpc.StatusCode:
-    remaining = context.time_remaining()
-    is_late = remaining is not None and remaining <= 0
-    return grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
 
 
 def _bad_request(error: InvalidRequest) -> error_details_pb2.BadRequest:

@@ -14,16 +14,15 @@ LOOPBACK = ServeConfig(host="127.0.0.1", port=0, metrics_port=-1, max_request_se
 
 
 @contextmanager
-def local_server(assembled: Assembled, config: ServeConfig = LOOPBACK) -> Iterator[str]:
+def local_server(assembled: Assembled) -> Iterator[str]:
     """Serve a model on a free port of loopback, from a thread of its own, and yield host:port."""
     served = make_served(assembled)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="server", daemon=True)
     thread.start()
     try:
-        app = asyncio.run_coroutine_threadsafe(
-            _start(config, assembled.loaded.name, served), loop
-        ).result()
+        starting = _start(assembled.loaded.name, served)
+        app = asyncio.run_coroutine_threadsafe(starting, loop).result()
         try:
             yield f"127.0.0.1:{app.port}"
         finally:
@@ -34,8 +33,8 @@ def local_server(assembled: Assembled, config: ServeConfig = LOOPBACK) -> Iterat
         loop.close()
 
 
-async def _start(config: ServeConfig, model_name: str, served: ServedModel) -> App:
-    app = App(config, model_name)
+async def _start(model_name: str, served: ServedModel) -> App:
+    app = App(LOOPBACK, model_name)
     await app.start()
     app.open(served)
     await app.health.refresh()

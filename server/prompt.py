@@ -3,21 +3,13 @@
 Runs in the tokenizer's own thread, never on the event loop or the engine's thread.
 """
 
-import inspect
 from typing import Any
 
 from google.protobuf import json_format
-from transformers import PreTrainedTokenizerBase
 
-from headway.engine.errors import InvalidRequest, Violation
 from headway.engine.models.tokenizer import render_chat
 from headway.protos import text_generation_pb2 as pb
 from headway.server.convert import PromptMessage
-
-RESERVED_VARIABLES = frozenset(
-    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-) - {"tools", "documents", "kwargs"}
-"""Arguments of the call that renders a template; a client may not bring a template of its own."""
 
 
 def read_prompt(tokenizer: Any, request: PromptMessage) -> tuple[int, ...]:
@@ -47,19 +39,12 @@ def _render(tokenizer: Any, chat: pb.Chat) -> str:
     """Return the chat as the text that the model's template makes of it."""
     continued = chat.continue_final_message
     opened = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continued
-    variables = json_format.MessageToDict(chat.template_kwargs)
-    if reserved := RESERVED_VARIABLES & variables.keys():
-        raise InvalidRequest(
-            Violation(
-                "chat.template_kwargs",
-                f"sets {sorted(reserved)}, which the server sets itself. Leave them out.",
-            )
-        )
     return render_chat(
         tokenizer,
         [{"role": message.role, "content": message.content} for message in chat.messages],
         add_generation_prompt=opened,
-        arguments={"continue_final_message": continued, **variables},
+        continue_final_message=continued,
+        variables=json_format.MessageToDict(chat.template_kwargs),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from headway.engine.errors import HeadwayError
+from headway.engine.errors import UsageError
 
 Config = TypeVar("Config")
 
@@ -28,14 +28,10 @@ REPEATED: Any = tyro.conf.UseAppendAction
 ABOUT_FILES = "--config FILE.toml gives settings by the names below; flags win over it."
 
 
-class SettingsError(HeadwayError):
-    """A settings file cannot be read, or says something that no command understands."""
-
-
 def read_config(config_type: type[Config], arguments: Sequence[str], program: str) -> Config:
     """Build a command's config from `--config FILE.toml` and the flags beside it.
 
-    Raises SettingsError for the file; tyro prints what is wrong with a flag and exits with 2.
+    Raises UsageError for the file; tyro prints what is wrong with a flag and exits with 2.
     """
     path, flags = _take_config_path(arguments)
     from_file = [] if path is None else _flags_of_file(path, config_type, flags)
@@ -49,7 +45,7 @@ def read_config(config_type: type[Config], arguments: Sequence[str], program: st
         )
     except ValueError as error:
         # What a flat part refuses is not caught by tyro.
-        raise SettingsError(str(error)) from error
+        raise UsageError(str(error)) from error
     except SystemExit as stop:
         if from_file and stop.code:
             sys.stderr.write(f"Settings of {path} were read as flags, too.\n")
@@ -86,7 +82,7 @@ def _take_config_path(arguments: Sequence[str]) -> tuple[Path | None, list[str]]
         if argument == "--config" or argument.startswith("--config="):
             value = argument.partition("=")[2] or next(remaining, "")
             if not value or path is not None:
-                raise SettingsError("--config takes one TOML file; give it once, with a path")
+                raise UsageError("--config takes one TOML file; give it once, with a path")
             path = Path(value)
         else:
             rest.append(argument)
@@ -101,15 +97,15 @@ def _flags_of_file(path: Path, config_type: type, flags: Sequence[str]) -> list[
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}") from error
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: is not TOML: {error}") from error
+        raise UsageError(f"{path}: is not TOML: {error}") from error
     known = dict(_settings(config_type))
     given = {_setting_of_flag(flag) for flag in flags if flag.startswith("--")}
     spelled: list[str] = []
     for key, value in _leaves(table, known):
         if key not in known:
-            raise SettingsError(f"{path}: there is no setting {key!r}{_near(key, known)}")
+            raise UsageError(f"{path}: there is no setting {key!r}{_near(key, known)}")
         if key not in given:
             spelled += _spell(path, key, value, known[key])
     return spelled
@@ -152,12 +148,8 @@ def _near(key: str, known: Mapping[str, Any]) -> str:
 
 def _setting_of_flag(flag: str) -> str:
     """Return "engine.prefix_cache" for --engine.no-prefix-cache and for --engine.prefix-cache."""
-    section, _, last = flag[2:].partition("=")[0].replace("-", "_").rpartition(".")
-    return (
-        f"{section}.{last}".removeprefix(".").replace(".no_", ".")
-        if section
-        else (last.removeprefix("no_"))
-    )
+    *section, name = flag[2:].partition("=")[0].replace("-", "_").split(".")
+    return ".".join([*section, name.removeprefix("no_")])
 
 
 def _spell(path: Path, key: str, value: Any, hint: Any) -> list[str]:
@@ -165,7 +157,7 @@ def _spell(path: Path, key: str, value: Any, hint: Any) -> list[str]:
     dotted = f"{section}." if section else ""
     if isinstance(value, bool) is not (hint is bool) or isinstance(value, dict):
         expected = "true or false" if hint is bool else "a value or a list"
-        raise SettingsError(f"{path}: {key} is {value!r}; {expected} is allowed")
+        raise UsageError(f"{path}: {key} is {value!r}; {expected} is allowed")
     if isinstance(value, bool):
         return [f"--{dotted}{name if value else f'no-{name}'}"]
     flag = f"--{dotted}{name}"

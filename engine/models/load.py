@@ -23,7 +23,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from headway.engine.errors import ModelLoadError
+from headway.engine.errors import ModelLoadError, first_line
+from headway.engine.memory import free_bytes
 from headway.engine.models.cache import Progress, no_progress
 from headway.engine.models.convert import convert_gguf
 from headway.engine.models.store import resolve
@@ -41,9 +42,7 @@ class LoadedModel:
     """The Hugging Face folder that it came from; its tokenizer is there."""
     model: PreTrainedModel
     config: PreTrainedConfig
-    dtype: torch.dtype
     vocab_size: int
-    max_context_tokens: int
     eos_token_ids: tuple[int, ...]
     """Every token that ends an answer; empty if the model names none."""
 
@@ -76,9 +75,7 @@ def load_model(
         path=folder,
         model=model,
         config=model.config,
-        dtype=dtype,
         vocab_size=config.get_text_config().vocab_size,
-        max_context_tokens=config.get_text_config().max_position_embeddings,
         eos_token_ids=_eos_token_ids(model.generation_config, config),
     )
 
@@ -90,7 +87,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(
-            f"{folder}/config.json cannot be used: {_first_line(error)} Models that need code of "
+            f"{folder}/config.json cannot be used: {first_line(error)} Models that need code of "
             "their own cannot be loaded."
         ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -117,41 +114,19 @@ def _num_weights(folder: Path) -> int:
                 total += sum(math.prod(file.get_slice(key).get_shape()) for key in keys)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(
-                f"{path} is not a whole safetensors file: {_first_line(error)} Download it again."
+                f"{path} is not a whole safetensors file: {first_line(error)} Download it again."
             ) from error
     return total
 
 
 def _check_memory(folder: Path, num_bytes: int, device: torch.device) -> None:
-    if device.type == "cuda":
-        free_bytes = torch.cuda.mem_get_info(device)[0]
-    else:
-        free_bytes = _free_host_bytes()
-    if num_bytes > free_bytes:
+    num_free = free_bytes(device)
+    if num_bytes > num_free:
         raise ModelLoadError(
             f"the weights of {folder} need {num_bytes / 1e9:.1f} GB on {device} and "
-            f"{free_bytes / 1e9:.1f} GB are free. Take a smaller model or a 16-bit dtype, or free "
+            f"{num_free / 1e9:.1f} GB are free. Take a smaller model or a 16-bit dtype, or free "
             "memory."
         )
-
-
-def _free_host_bytes() -> int:
-    """Return the memory that can be taken, within the control group's limit if there is one."""
-    available = [line for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
-    free = [1 << 62, *(int(line.split()[1]) * 1024 for line in available)]
-    limit = _lines(Path("/sys/fs/cgroup/memory.max"))
-    used = _lines(Path("/sys/fs/cgroup/memory.current"))
-    cached = [
-        line for line in _lines(Path("/sys/fs/cgroup/memory.stat")) if line.startswith("file ")
-    ]
-    if limit and used and cached and limit[0] != "max":
-        free.append(int(limit[0]) - int(used[0]) + int(cached[0].split()[1]))
-    return min(free)
-
-
-def _lines(path: Path) -> list[str]:
-    """Return a system file's lines; none where there is no such file."""
-    return path.read_text().splitlines() if path.is_file() else []
 
 
 def _read_model(
@@ -172,7 +147,7 @@ def _read_model(
         model: PreTrainedModel = loaded[0].to(device)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
         raise ModelLoadError(
-            f"{folder} cannot be loaded with dtype {dtype} on {device}: {_first_line(error)} Check "
+            f"{folder} cannot be loaded with dtype {dtype} on {device}: {first_line(error)} Check "
             "its config.json, the device and the memory."
         ) from error
     _check_report(folder, loaded[1])
@@ -224,8 +199,3 @@ def _eos_token_ids(
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else tuple(ids)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".") + "."

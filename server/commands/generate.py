@@ -12,6 +12,7 @@ import grpc
 from google.protobuf import json_format
 from rich.console import Console
 
+from headway.engine.request import tau
 from headway.protos import text_generation_pb2 as pb
 from headway.server.assembly import ModelSettings, assemble
 from headway.server.client import Client, Prompt
@@ -177,9 +178,9 @@ def _print_answers(response: pb.GenerateResponse, seconds: float) -> None:
     for answer in response.answers:
         print("" if is_streamed else f"--- answer {answer.index} ---\n{answer.text}")
         stats, reason = answer.speculation, pb.FinishReason.Name(answer.finish_reason)
-        tau = stats.num_emitted / stats.num_steps if stats.num_steps else 0.0
         print(
-            f"num_new_tokens={answer.usage.num_new_tokens} tau={tau:.2f} "
+            f"num_new_tokens={answer.usage.num_new_tokens} "
+            f"tau={tau(stats.num_emitted, stats.num_steps):.2f} "
             f"num_drafted={stats.num_drafted} num_accepted={stats.num_accepted} "
             f"finish_reason={reason.removeprefix('FINISH_REASON_').lower()}",
             file=sys.stderr,

@@ -4,11 +4,10 @@ from rich.console import Console
 
 from headway.draft_heads.config import HeadsTrainConfig
 from headway.draft_heads.train import train_heads
-from headway.engine.build import resolve_dtype
+from headway.engine.build import resolve_device, resolve_dtype
 from headway.engine.config import EngineConfig
 from headway.engine.models.load import load_model
 from headway.engine.models.tokenizer import load_tokenizer
-from headway.server.assembly import find_device
 from headway.server.commands.progress import progress_bars
 
 
@@ -18,7 +17,7 @@ def train(config: HeadsTrainConfig) -> int:
     where = EngineConfig(dtype=config.dtype, device=config.device)
     with progress_bars(console) as report_bytes:
         loaded = load_model(
-            config.model, resolve_dtype(where), find_device(where), progress=report_bytes
+            config.model, resolve_dtype(where), resolve_device(where), progress=report_bytes
         )
     report = train_heads(loaded.model, load_tokenizer(loaded.path), config, console)
     accuracies = ", ".join(f"{value:.2f}" for value in report.best.accuracy)

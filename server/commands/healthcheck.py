@@ -1,4 +1,4 @@
-"""`headway healthcheck`: the probe of containers. Imports gRPC alone, so that it is fast."""
+"""`headway healthcheck`: the probe of containers. Imports no model code, so that it is fast."""
 
 import sys
 from dataclasses import dataclass

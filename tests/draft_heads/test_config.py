@@ -1,7 +1,8 @@
 import pytest
 
-from headway.draft_heads.config import HeadsTrainConfig, HeadsTrainError, HydraConfig
+from headway.draft_heads.config import HeadsTrainConfig, HydraConfig
 from headway.draft_heads.tree_shape import EIGHT_NODES, TreeShape
+from headway.engine.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -21,12 +22,12 @@ from headway.draft_heads.tree_shape import EIGHT_NODES, TreeShape
     ],
 )
 def test_bad_training_settings_name_the_field(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(HeadsTrainError, match=message):
+    with pytest.raises(UsageError, match=message):
         HeadsTrainConfig(data="x", out="y", **changes)
 
 
 def test_all_bad_settings_are_told_at_once() -> None:
-    with pytest.raises(HeadsTrainError, match=r"epochs: got 0.*learning_rate: got 2"):
+    with pytest.raises(UsageError, match=r"epochs: got 0.*learning_rate: got 2"):
         HeadsTrainConfig(data="x", out="y", epochs=0, learning_rate=2)
 
 

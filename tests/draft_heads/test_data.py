@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from headway.draft_heads.config import HeadsTrainError
 from headway.draft_heads.data import IGNORED, Example, align, batches, read_examples, split
+from headway.engine.errors import UsageError
 
 END, USER, ANSWER, NEWLINE = 2, 3, 4, 5
 
@@ -51,7 +51,7 @@ def test_a_model_without_a_template_learns_from_text_alone(
 ) -> None:
     tokenizer.chat_template = None
     assert len(read(tmp_path / "d", tokenizer, {"text": "w10 w11"})) == 1
-    with pytest.raises(HeadsTrainError, match=r"line 1: .*has no chat template"):
+    with pytest.raises(UsageError, match=r"line 1: .*has no chat template"):
         read(tmp_path / "d", tokenizer, chat("w10", "w20"))
 
 
@@ -109,7 +109,7 @@ def test_a_bad_line_is_named(
 ) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(f"{GOOD}\n{line}\n")
-    with pytest.raises(HeadsTrainError, match=message) as error:
+    with pytest.raises(UsageError, match=message) as error:
         list(read_examples(path, tokenizer, {END}, 99))
     assert str(path) in str(error.value)
     assert '"messages"' in str(error.value)
@@ -122,7 +122,7 @@ def test_an_unreadable_file_is_named(
     path = tmp_path / "chats.jsonl"
     if content:
         path.write_bytes(content)
-    with pytest.raises(HeadsTrainError, match=r"chats\.jsonl cannot be read"):
+    with pytest.raises(UsageError, match=r"chats\.jsonl cannot be read"):
         list(read_examples(path, tokenizer, {END}, 99))
 
 

@@ -120,8 +120,3 @@ def test_hidden_states_are_demanded(make_heads: MakeHeads) -> None:
     assert drafter.needs_hidden
     with pytest.raises(ValueError, match="no hidden states"):
         drafter.observe([Commit(sequence_of([9, 10]), None)])
-
-
-def test_a_tree_deeper_than_the_heads_is_refused(make_heads: MakeHeads) -> None:
-    with pytest.raises(ValueError, match="5 levels deep"):
-        HydraDrafter(make_heads(4), TreeShape.chain(5))

@@ -11,12 +11,13 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headway.draft_heads import train as train_module
-from headway.draft_heads.config import HeadsTrainConfig, HeadsTrainError
+from headway.draft_heads.config import HeadsTrainConfig
 from headway.draft_heads.drafter import HydraDrafter
 from headway.draft_heads.rows import Acceptance
 from headway.draft_heads.store import load_heads
 from headway.draft_heads.train import TrainReport, rate_factor, train_heads
 from headway.engine.build import build_engine
+from headway.engine.errors import UsageError
 from headway.engine.models.attention import ATTENTION
 from tiny import VOCAB_SIZE, tiny_model
 from tiny_engine import SMALL, request, run
@@ -212,7 +213,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
     broken = tiny_model()
     broken.model.norm.weight[0] = float("nan")
     config = write([sentence(i) for i in range(40)])
-    with pytest.raises(HeadsTrainError, match="learning_rate"):
+    with pytest.raises(UsageError, match="learning_rate"):
         train_heads(broken, tokenizer, config)
     assert not (Path(config.out) / "config.json").exists()
 
@@ -223,14 +224,14 @@ def test_heads_are_not_overwritten(
     config = write([sentence(i) for i in range(4)])
     Path(config.out).mkdir()
     (Path(config.out) / "config.json").write_text("{}")
-    with pytest.raises(HeadsTrainError, match=r"already holds a config\.json"):
+    with pytest.raises(UsageError, match=r"already holds a config\.json"):
         train_heads(fitted, tokenizer, config)
 
 
 def test_too_little_data_is_refused_and_empty_chats_are_counted(
     fitted: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, write: Write
 ) -> None:
-    with pytest.raises(HeadsTrainError, match="has 1 chats"):
+    with pytest.raises(UsageError, match="has 1 chats"):
         train_heads(fitted, tokenizer, write([sentence(0), [9], [9, 10]]))
     report = train_heads(fitted, tokenizer, write([sentence(0), sentence(1), [9, 10]], max_steps=1))
     assert report.num_skipped_chats == 1

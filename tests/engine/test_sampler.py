@@ -254,11 +254,7 @@ def test_equal_logprobs_come_lowest_id_first() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 7])
-@pytest.mark.parametrize("piece_bytes", [1, 3 * 4 * VOCAB_SIZE, 1 << 20])
-def test_prompt_logprobs_in_pieces(
-    num_rows: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headway.engine.sampler._PIECE_BYTES", piece_bytes)
+def test_prompt_logprobs(num_rows: int) -> None:
     logits = torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
     ids = [i * 3 % VOCAB_SIZE for i in range(num_rows)]
     check_logprobs(logits, ids, prompt_logprobs(logits, ids, 2), 2)

@@ -43,8 +43,8 @@ FINE: list[dict[str, object]] = [
     {"bad_words": ((0,), (99,) * 64)},
     *({"seed": value} for value in (0, 2**64 - 1)),
     {"stop_token_ids": (0, 99)},
-    *({"num_logprobs": value} for value in (None, 0, 64)),
-    *({"num_prompt_logprobs": value} for value in (None, 0, 64)),
+    *({"num_logprobs": value} for value in (None, 0, 20)),
+    *({"num_prompt_logprobs": value} for value in (None, 0, 20)),
     {"max_draft_tokens": 63},
     {"max_draft_tokens": 0},
     {"priority": -(2**31)},
@@ -106,8 +106,8 @@ BAD: list[tuple[str, dict[str, object], str]] = [
     ("seed", {"seed": 2**64}, "is 18446744073709551616"),
     ("stop_token_ids", {"stop_token_ids": (-7,)}, "first -7"),
     ("stop_token_ids", {"stop_token_ids": (3,) * 257}, "257 ids; at most 256"),
-    *(("logprobs", {"num_logprobs": v}, "at least 0 and at most 64") for v in (-1, 65)),
-    *(("prompt_logprobs", {"num_prompt_logprobs": v}, "at most 64") for v in (-1, 65)),
+    *(("num_logprobs", {"num_logprobs": v}, "at least 0 and at most 20") for v in (-1, 21)),
+    *(("num_prompt_logprobs", {"num_prompt_logprobs": v}, "at most 20") for v in (-1, 21)),
     *(("max_draft_tokens", {"max_draft_tokens": v}, "at most 63") for v in (-1, 64)),
     ("priority", {"priority": 2**31}, "at most 2,147,483,647"),
     ("cache_salt", {"cache_salt": "s" * 257}, "257 characters; at most 256"),
@@ -147,5 +147,13 @@ def test_every_violation_is_reported_at_once() -> None:
         check_request(request, LIMITS)
     fields = [violation.field for violation in caught.value.violations]
     assert sorted(fields) == sorted(
-        ["prompt", "max_new_tokens", "temperature", "top_p", "logprobs", "bad_words", "bad_words"]
+        [
+            "prompt",
+            "max_new_tokens",
+            "temperature",
+            "top_p",
+            "num_logprobs",
+            "bad_words",
+            "bad_words",
+        ]
     )

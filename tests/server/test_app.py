@@ -16,11 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fake_engine import FakeEngine, served
-from headway.engine.errors import EngineStopped, ModelLoadError
+from headway.engine.errors import EngineStopped, ModelLoadError, UsageError
 from headway.protos import text_generation_pb2 as pb
 from headway.protos import text_generation_pb2_grpc as pb_grpc
 from headway.server import app as app_module
-from headway.server.app import App, PortUnavailable, serve
+from headway.server.app import App, serve
 from headway.server.config import ServeConfig
 from headway.server.engine_door import ServedModel
 from headway.server.errors import from_rpc_error
@@ -265,7 +265,7 @@ async def test_http_probes_and_metrics() -> None:
 
 
 @pytest.mark.parametrize("field", ["port", "metrics_port"])
-async def test_port_in_use_is_one_clear_line(field: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_port_in_use_is_one_clear_line(field: str) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
@@ -275,15 +275,14 @@ async def test_port_in_use_is_one_clear_line(field: str, caplog: pytest.LogCaptu
         def never(observe: object) -> ServedModel:
             raise AssertionError("ports come before the model")
 
-        assert await serve(config, "tiny", never) == 2
-        assert f"cannot listen on 127.0.0.1:{port}" in caplog.text
-        assert f"({field};" in caplog.text
+        with pytest.raises(UsageError, match=rf"cannot listen on 127.0.0.1:{port}: .* \({field};"):
+            await serve(config, "tiny", never)
 
 
 async def test_two_servers_never_share_a_port() -> None:
     async with running() as server:
         other = App(ServeConfig(**{**LOCAL, "port": server.app.port}), "tiny")  # type: ignore[arg-type]
-        with pytest.raises(PortUnavailable):
+        with pytest.raises(UsageError):
             await other.start()
         await other.stop()
 
@@ -336,13 +335,13 @@ async def test_engine_death_ends_the_process_with_1() -> None:
         assert await asyncio.wait_for(task, 5) == 1
 
 
-async def test_model_that_cannot_be_loaded_exits_2(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_model_that_cannot_be_loaded_ends_it() -> None:
     def load(observe: object) -> ServedModel:
         raise ModelLoadError("no such model: smolm2; near ones: smollm2-135m")
 
     config = ServeConfig(**LOCAL)  # type: ignore[arg-type]
-    assert await serve(config, "tiny", load) == 2
-    assert "near ones: smollm2-135m" in caplog.text
+    with pytest.raises(ModelLoadError, match="near ones: smollm2-135m"):
+        await serve(config, "tiny", load)
 
 
 async def test_signal_while_the_model_loads_ends_at_once() -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.engine.errors import HeadwayError
+from headway.engine.errors import HeadwayError, UsageError
 from headway.server import cli
-from headway.server.settings import SettingsError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,7 +106,7 @@ def test_light_commands_import_little(arguments: list[str], unwanted: list[str])
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [
-        (SettingsError("a file is wrong"), 2, "headway: a file is wrong\n"),
+        (UsageError("a file is wrong"), 2, "headway: a file is wrong\n"),
         (HeadwayError("no room"), 2, "headway: no room\n"),
         (KeyboardInterrupt(), 130, ""),
     ],

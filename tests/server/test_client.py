@@ -1,9 +1,13 @@
 """The Python client against a server on another thread, as a program would use it."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -21,6 +25,8 @@ from headway.protos import text_generation_pb2 as pb
 from headway.server.client import Client
 from headway.server.errors import AnswerFailed, to_rpc_error
 from loopback import Running, running
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @contextmanager
@@ -181,3 +187,10 @@ def test_details_stay_small_whatever_the_error_holds() -> None:
 def test_unset_is_not_zero() -> None:
     assert not pb.GenerateRequest().sampling.HasField("temperature")
     assert pb.GenerateRequest(sampling={"temperature": 0.0}).sampling.HasField("temperature")
+
+
+def test_a_program_that_only_calls_loads_no_model_code() -> None:
+    heavy = "{'torch', 'transformers', 'numpy', 'prometheus_client'}"
+    code = f"import sys, headway.server.client; sys.exit(sorted({heavy} & sys.modules.keys()) or 0)"
+    environment = {**os.environ, "PYTHONPATH": ".src"}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)

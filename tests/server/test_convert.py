@@ -7,6 +7,7 @@ from google.protobuf.message import Message
 from fake_engine import FakeEngine
 from headway.engine.errors import InvalidRequest, Violation
 from headway.engine.request import Request
+from headway.engine.validation import check_request
 from headway.protos import text_generation_pb2 as pb
 from headway.server.convert import derived_seed
 from headway.server.errors import from_rpc_error
@@ -68,7 +69,7 @@ BAD_REQUESTS: list[tuple[str, Message, str]] = [
     (
         "response.num_logprobs",
         pb.GenerateRequest(text="x", response={"num_logprobs": 21}),
-        "0 to 20",
+        "at most 20",
     ),
     (
         "response.num_prompt_logprobs",
@@ -80,7 +81,8 @@ BAD_REQUESTS: list[tuple[str, Message, str]] = [
 
 @pytest.mark.parametrize(("field", "request_", "words"), BAD_REQUESTS)
 async def test_bad_input_names_its_field(field: str, request_: Message, words: str) -> None:
-    async with running(max_prompt_bytes=1000) as server:
+    engine = FakeEngine(refuse=lambda request: check_request(request, engine.limits))
+    async with running(engine, max_prompt_bytes=1000) as server:
         with pytest.raises(grpc.RpcError) as caught:
             await server.stub.Generate(request_)
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
@@ -94,7 +96,7 @@ async def test_bad_input_names_its_field(field: str, request_: Message, words: s
 
 async def test_all_bad_fields_are_named_at_once() -> None:
     async with running() as server:
-        request = pb.GenerateRequest(n=99, response={"num_logprobs": 99}, request_id="i" * 999)
+        request = pb.GenerateRequest(n=99, stopping={"stop_strings": [""]}, request_id="i" * 999)
         with pytest.raises(grpc.RpcError) as caught:
             await server.stub.Generate(request)
         error = from_rpc_error(caught.value)
@@ -102,7 +104,7 @@ async def test_all_bad_fields_are_named_at_once() -> None:
         assert {v.field for v in error.violations} == {
             "prompt",
             "n",
-            "response.num_logprobs",
+            "stopping.stop_strings[0]",
             "request_id",
         }
 
@@ -116,7 +118,7 @@ async def test_engine_refusals_come_back_under_the_clients_field_names() -> None
                 Violation("prompt", "is empty"),
                 Violation("temperature", "is nan"),
                 Violation("logit_bias[999]", "is out of the vocabulary"),
-                Violation("logprobs", "is too many"),
+                Violation("num_logprobs", "is too many"),
             )
 
     async with running(FakeEngine(refuse=refuse)) as server:

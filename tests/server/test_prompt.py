@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerFast
 from fake_engine import byte_tokenizer
 from headway.engine.errors import InvalidRequest
 from headway.protos import text_generation_pb2 as pb
-from headway.server.convert import to_client_fields
 from headway.server.prompt import read_bad_words, read_prompt
 
 TURNS = [pb.Message(role="user", content="hi"), pb.Message(role="assistant", content="Sure")]
@@ -56,7 +55,7 @@ def test_model_without_a_template_says_so_at_the_chat() -> None:
     request = pb.GenerateRequest(chat=pb.Chat(messages=TURNS))
     with pytest.raises(InvalidRequest) as caught:
         read_prompt(own_tokenizer(), request)
-    (violation,) = to_client_fields(caught.value, request).violations
+    (violation,) = caught.value.violations
     assert violation.field == "chat"
     assert "no chat template" in violation.message
 

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 import pytest
 
+from headway.engine.errors import UsageError
 from headway.server.settings import (
     FLAT,
     POSITIONAL,
     REPEATED,
-    SettingsError,
     flat_items,
     read_config,
 )
@@ -124,20 +124,20 @@ def test_a_negated_flag_wins_inside_a_section(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_file_is_refused_with_its_name(tmp_path: Path, toml: str, said: str) -> None:
-    with pytest.raises(SettingsError) as caught:
+    with pytest.raises(UsageError) as caught:
         read(tmp_path, toml)
     assert said in str(caught.value)
     assert "settings.toml" in str(caught.value)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="cannot be read: No such file"):
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
         read_config(Config, [f"--config={tmp_path / 'none.toml'}"], "headway test")
 
 
 @pytest.mark.parametrize("flags", [["--config"], ["--config=a", "--config=b"], ["--config="]])
 def test_config_takes_one_file(flags: list[str]) -> None:
-    with pytest.raises(SettingsError, match="one TOML file"):
+    with pytest.raises(UsageError, match="one TOML file"):
         read_config(Config, flags, "headway test")
 
 

@@ -99,7 +99,7 @@ def test_a_chat_becomes_the_templates_text(tmp_path: Path) -> None:
     asked = "<|im_start|>user\nhi<|im_end|>\n"
     assert render_chat(tokenizer, messages) == asked + "<|im_start|>assistant\n"
     assert render_chat(tokenizer, messages, add_generation_prompt=False) == asked
-    thinking = render_chat(tokenizer, messages, arguments={"think": True})
+    thinking = render_chat(tokenizer, messages, variables={"think": True})
     assert thinking == asked + "<|im_start|>assistant\nHm"
 
 
@@ -119,7 +119,7 @@ def test_a_template_that_raises_refuses_the_request_in_its_own_words(
         InvalidRequest, match=f"template refuses these messages: .*{said}"
     ) as caught:
         render_chat(tokenizer, messages)
-    assert [violation.field for violation in caught.value.violations] == ["messages"]
+    assert [violation.field for violation in caught.value.violations] == ["chat"]
 
 
 def test_a_model_without_a_template_takes_no_messages(tmp_path: Path) -> None:

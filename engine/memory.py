@@ -1,0 +1,44 @@
+"""How much memory is free, for weights and for the KV cache. Knows no models.
+
+torch is imported where it is needed: `headway doctor` reads the host's memory where torch may be
+broken.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of a device that can be taken now."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info(device)[0]
+    return free_host_bytes()
+
+
+def free_host_bytes() -> int:
+    """Return the host's memory that can be taken, within the control group's limit if there is one.
+
+    What only caches files counts as free: the kernel drops it when memory is asked for.
+    """
+    available = [line for line in _lines(Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
+    free = [1 << 62, *(int(line.split()[1]) * 1024 for line in available)]
+    limit = _lines(_CGROUP / "memory.max")
+    used = _lines(_CGROUP / "memory.current")
+    cached = [line for line in _lines(_CGROUP / "memory.stat") if line.startswith("file ")]
+    if limit and used and cached and limit[0] != "max":
+        free.append(int(limit[0]) - int(used[0]) + int(cached[0].split()[1]))
+    return min(free)
+
+
+def _lines(path: Path) -> list[str]:
+    """Return a system file's lines; none where there is no such file."""
+    return path.read_text().splitlines() if path.is_file() else []

@@ -1,0 +1,72 @@
+"""Where a model runs and how large its cache is when nobody says."""
+
+import pytest
+import torch
+
+from headway.engine import build
+from headway.engine.build import resolve_device, resolve_dtype
+from headway.engine.config import EngineConfig
+from headway.engine.errors import ModelLoadError
+from tiny import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "found"),
+    [
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda"),
+        ("cpu", 2, "cpu"),
+        ("cuda:1", 2, "cuda:1"),
+        ("cuda:2", 2, None),
+        ("cuda", 0, None),
+        ("mps", 0, None),
+        ("gpu", 1, None),
+    ],
+)
+def test_a_device_is_there_or_refused(
+    device: str, num_gpus: int, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    config = EngineConfig(device=device)
+    if found is None:
+        with pytest.raises(ModelLoadError, match=rf"device is '{device}'; .* sees {num_gpus} GPUs"):
+            resolve_device(config)
+    else:
+        assert resolve_device(config) == torch.device(found)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_gpus", "found"),
+    [
+        ("auto", 0, torch.float32),
+        ("auto", 1, torch.bfloat16),
+        ("float16", 0, torch.float16),
+    ],
+)
+def test_auto_dtype_follows_the_device(
+    dtype: str, num_gpus: int, found: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert resolve_dtype(EngineConfig(dtype=dtype)) == found  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "num_blocks"),
+    [
+        (40 * 4096, 0, 10),  # a quarter of 40 blocks' bytes
+        (1 << 50, 0, (4 << 30) // 4096),  # 4 GiB at most
+        (1 << 50, 7 * 4096 + 1, 7),  # as told
+        (7 * 4096, 0, None),
+    ],
+)
+def test_cache_size(
+    free: int, given: int, num_blocks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A block is 2 layers x (key, value) x 8 tokens x 2 heads x 16 x 4 bytes.
+    model, config = tiny_model(head_dim=16), EngineConfig(block_size=8, kv_cache_bytes=given)
+    monkeypatch.setattr(build, "free_bytes", lambda device: free)
+    if num_blocks is None:
+        with pytest.raises(ModelLoadError, match="at least 2 are needed, 8,192 bytes"):
+            build._num_blocks(model, config)
+    else:
+        assert build._num_blocks(model, config) == num_blocks
