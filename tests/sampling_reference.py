@@ -44,7 +44,8 @@ def law(logits: list[float], sequence: Sequence, eos_token_ids: tuple[int, ...])
     scores = shape(logits, sequence, eos_token_ids)
     temperature = sequence.request.sampling.temperature
     if temperature == 0:
-        return [float(i == scores.index(max(scores))) for i in range(len(scores))]
+        best = scores.index(max(scores))
+        return [float(i == best) for i in range(len(scores))]
     return truncate([score / temperature for score in scores], sequence.request.sampling)
 
 
@@ -89,7 +90,8 @@ def truncate(scores: list[float], sampling: SamplingParams) -> list[float]:
         p = normalise([x if x >= kth_best else 0.0 for x in p])
     if sampling.top_p < 1:
         p = keep_mass(p, [-x for x in p], sampling.top_p)
-    p = normalise([x if x >= sampling.min_p * max(p) else 0.0 for x in p])
+    least = sampling.min_p * max(p)
+    p = normalise([x if x >= least else 0.0 for x in p])
     if sampling.typical_p < 1:
         entropy = -sum(x * math.log(x) for x in p if x > 0)
         strange = [abs(-math.log(x) - entropy) if x > 0 else math.inf for x in p]
@@ -108,11 +110,13 @@ def keep_mass(p: list[float], keys: list[float], mass: float) -> list[float]:
 
 
 def softmax(scores: list[float]) -> list[float]:
-    return normalise([math.exp(score - max(scores)) for score in scores])
+    best = max(scores)
+    return normalise([math.exp(score - best) for score in scores])
 
 
 def normalise(weights: list[float]) -> list[float]:
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def random_sampling(rng: random.Random, vocab_size: int, temperature: float) -> SamplingParams:
