@@ -59,15 +59,7 @@ class Stage:
         return self.mode != OFF
 
     def truth(self, request: pb.GenerateRequest) -> list[int]:
-        """The token ids of the answer, up to and with the one that ends it."""
-        sequence = Sequence(_in_engine_words(request), arrived=0.0)
-        stops = {*request.stopping.stop_token_ids}
-        stops |= set() if request.stopping.ignore_eos else {EOS_ID}
-        for _ in range(request.stopping.max_new_tokens):
-            self.recital.extend(sequence, 1)
-            if sequence.tokens[-1] in stops:
-                break
-        return sequence.tokens[sequence.num_prompt_tokens :]
+        return truth_of(self.recital, request)
 
     async def ask(self, request: pb.GenerateRequest) -> pb.Answer:
         """Return the whole answer."""
@@ -124,6 +116,18 @@ class Stage:
         return sum(s.value for s in family.samples if s.name == "headway_requests_total")
 
 
+def truth_of(recital: Recital, request: pb.GenerateRequest) -> list[int]:
+    """The token ids of the right answer, up to and with the one that ends it."""
+    sequence = Sequence(_in_engine_words(request), arrived=0.0)
+    stops = {*request.stopping.stop_token_ids}
+    stops |= set() if request.stopping.ignore_eos else {EOS_ID}
+    for _ in range(request.stopping.max_new_tokens):
+        recital.extend(sequence, 1)
+        if sequence.tokens[-1] in stops:
+            break
+    return sequence.tokens[sequence.num_prompt_tokens :]
+
+
 @asynccontextmanager
 async def stage(
     mode: str,
@@ -143,6 +147,7 @@ async def stage(
         played = Stage(server, recital, mode)
         num_companions = NUM_COMPANIONS if mode == BATCH else 0
         company = [asyncio.create_task(_keep_busy(played, i)) for i in range(num_companions)]
+        await until(lambda: loop.num_requests >= num_companions)
         yield played
         played.is_over = True
         await asyncio.gather(*company)

@@ -22,7 +22,9 @@ DEF, HI = 257, 258  # tokens of three and of two letters
 PEPPER = "\N{HOT PEPPER}".encode()
 HANGUL = "\N{HANGUL SYLLABLE HAN}\N{HANGUL SYLLABLE GEUL}"
 VIETNAMESE = "ti\N{LATIN SMALL LETTER E WITH CIRCUMFLEX AND ACUTE}ng"
-REASONS = {reason.name: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+REASONS = {
+    reason.name: pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason
+}
 
 
 @dataclass(frozen=True)
