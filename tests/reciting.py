@@ -5,7 +5,10 @@ before. So a key or value in the wrong slot shows in the text. Truth is worked o
 tables and tests/sampling_reference.py alone, never by running a model.
 """
 
+import threading
 from collections.abc import Sequence as Seq
+from dataclasses import replace
+from functools import cache
 
 import torch
 from transformers import LlamaForCausalLM
@@ -37,7 +40,10 @@ class Recital:
         for prev, last, following in zip([text[0], *text], text, text[1:], strict=False):
             self.by_last[last, following] += strength
             self.by_prev[prev, following] += strength
+        self._answers: dict[str, list[int]] = {}
+        self._lock = threading.Lock()
 
+    @cache  # noqa: B019 - a recital lives as long as its module's tests
     def model(self, max_context_tokens: int = 512) -> LlamaForCausalLM:
         """One layer with one head that looks one token back, and no MLP.
 
@@ -84,11 +90,22 @@ class Recital:
         """What the model says after `tokens`: [V] float32. The first token is its own prev."""
         return self.by_last[tokens[-1]] + self.by_prev[tokens[max(0, len(tokens) - 2)]]
 
-    def extend(self, sequence: Sequence, num_tokens: int) -> None:
-        """Lengthen a sequence by what the law of its request draws, past any end."""
-        for _ in range(num_tokens):
-            logits = self.logits(sequence.tokens).tolist()
-            grow(sequence, [_draw(logits, sequence)])
+    def answer(self, request: Request, num_tokens: int) -> list[int]:
+        """The first tokens that the law of a request draws after its prompt, past any end.
+
+        Any thread may ask; what was worked out once is kept.
+        """
+        stopping = request.stopping
+        sampling = replace(request.sampling, logit_bias=dict(request.sampling.logit_bias))
+        shaped_by = (request.prompt_ids, sampling, stopping.min_new_tokens, stopping.stop_token_ids)
+        with self._lock:
+            known = self._answers.setdefault(repr(shaped_by), [])
+            sequence = Sequence(request, arrived=0.0)
+            grow(sequence, known)
+            while len(known) < num_tokens:
+                known.append(_draw(self.logits(sequence.tokens).tolist(), sequence))
+                grow(sequence, known[-1:])
+            return known[:num_tokens]
 
 
 def _draw(logits: list[float], sequence: Sequence) -> int:
@@ -116,16 +133,13 @@ class KnowingDrafter:
 
     def __init__(self, recital: Recital) -> None:
         self._recital = recital
-        self._futures: dict[str, Sequence] = {}
 
     def propose(self, sequences: Seq[Sequence], max_drafted: Seq[int]) -> list[DraftTree]:
         return [self._tree(*each) for each in zip(sequences, max_drafted, strict=True)]
 
     def _tree(self, sequence: Sequence, max_drafted: int) -> DraftTree:
-        request, start = sequence.request, len(sequence.tokens)
-        future = self._futures.setdefault(request.request_id, _copy(request))
-        self._recital.extend(future, start + max_drafted - len(future.tokens))
-        right = future.tokens[start : start + max_drafted]
+        start = sequence.num_generated
+        right = self._recital.answer(sequence.request, start + max_drafted)[start:]
         if max_drafted < FULL_DRAFT:
             return DraftTree.chain(sequence.tokens[-1], right)
         tokens, parents = [sequence.tokens[-1]], [-1]
@@ -138,8 +152,4 @@ class KnowingDrafter:
         pass
 
     def forget(self, sequence: Sequence) -> None:
-        self._futures.pop(sequence.request.request_id, None)
-
-
-def _copy(request: Request) -> Sequence:
-    return Sequence(request, arrived=0.0)
+        pass

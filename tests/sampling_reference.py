@@ -5,6 +5,7 @@ Everything in float64 lists, one token of one sequence at a time, written to be 
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -52,19 +53,18 @@ def law(logits: list[float], sequence: Sequence, eos_token_ids: tuple[int, ...])
 def shape(logits: list[float], sequence: Sequence, eos_token_ids: tuple[int, ...]) -> list[float]:
     """Bias, masks and penalties."""
     sampling, stopping = sequence.request.sampling, sequence.request.stopping
-    answer = sequence.tokens[sequence.num_prompt_tokens :]
+    answer = Counter(sequence.tokens[sequence.num_prompt_tokens :])
+    seen = set(sequence.tokens)
     vocabulary = range(len(logits))
     scores = [logits[v] + sampling.logit_bias.get(v, 0.0) for v in vocabulary]
-    allowed = [
-        v for v in vocabulary if not sampling.allowed_token_ids or v in sampling.allowed_token_ids
-    ]
+    allowed = sorted(set(sampling.allowed_token_ids) or vocabulary)
     spelled = [
         v
         for v in allowed
         if any(tuple([*sequence.tokens, v][-len(word) :]) == word for word in sampling.bad_words)
     ]
     ends: list[int] = []
-    if len(answer) < stopping.min_new_tokens:
+    if answer.total() < stopping.min_new_tokens:
         ends = [*eos_token_ids, *stopping.stop_token_ids]
     for banned in ([*spelled, *ends], spelled, []):
         kept = [v for v in allowed if v not in banned]
@@ -74,11 +74,11 @@ def shape(logits: list[float], sequence: Sequence, eos_token_ids: tuple[int, ...
         if v not in kept:
             scores[v] = -math.inf
             continue
-        if v in sequence.tokens:
+        if v in seen:
             penalty = sampling.repetition_penalty
             scores[v] = scores[v] / penalty if scores[v] > 0 else scores[v] * penalty
         scores[v] -= sampling.presence_penalty * (v in answer)
-        scores[v] -= sampling.frequency_penalty * answer.count(v)
+        scores[v] -= sampling.frequency_penalty * answer[v]
     return scores
 
 

@@ -35,13 +35,15 @@ async def test_row29_vllm_55102_pings_on_silent_calls_and_idle_connections() -> 
     # Steps of six seconds: the call is silent from its start to its one answer.
     async with stage(BATCH, RECITAL, step_seconds=6.0) as played:
         target = played.server.target
-        async with grpc.aio.insecure_channel(target, options=pings) as busy:
-            async with grpc.aio.insecure_channel(target, options=pings) as unused:
-                await unused.channel_ready()
-                request = ask_for("the ", 8)
-                answer = (await pb_grpc.TextGenerationStub(busy).Generate(request)).answers[0]  # type: ignore[misc]
-                assert list(answer.token_ids) == played.truth(request)
-                assert unused.get_state() is grpc.ChannelConnectivity.READY
+        async with (
+            grpc.aio.insecure_channel(target, options=pings) as busy,
+            grpc.aio.insecure_channel(target, options=pings) as unused,
+        ):
+            await unused.channel_ready()
+            request = ask_for("the ", 8)
+            answer = (await pb_grpc.TextGenerationStub(busy).Generate(request)).answers[0]  # type: ignore[misc] # the stub of grpc.aio
+            assert list(answer.token_ids) == played.truth(request)
+            assert unused.get_state() is grpc.ChannelConnectivity.READY
 
 
 async def test_row30_grpc_42357_a_second_event_loop_in_the_process() -> None:
@@ -86,7 +88,7 @@ async def test_row30_grpc_12455_children_started_in_mid_stream() -> None:
             token_ids += event.delta.token_ids
             if event.HasField("delta") and num_children < 8:
                 num_children += 1
-                subprocess.run(["true"], check=True, timeout=10)  # noqa: ASYNC221 - the loop too must survive it
+                subprocess.run(["true"], check=True, timeout=10)
         assert num_children > 3
         assert token_ids == played.truth(request)
 
@@ -102,10 +104,14 @@ async def test_row31_pytorch_serve_1219_request_of_200_mb() -> None:
 @pytest.mark.slow
 async def test_row31_trtllm_13519_reply_beyond_a_clients_4_mib() -> None:
     """Streams stay readable for a client with gRPC's default of 4 MiB; ours reads the whole."""
-    options = {"max_new_tokens": 1, "num_prompt_logprobs": 20}
+    options: dict[str, object] = {
+        "max_new_tokens": 1,
+        "temperature": 0.0,
+        "num_prompt_logprobs": 20,
+    }
     ids = [*b"quick fox "] * 2_200
     engine: dict[str, object] = {"max_context_tokens": 1 << 15, "kv_cache_bytes": 1 << 26}
-    request = ask_for(ids, **options)
+    request = ask_for(ids, **options)  # type: ignore[arg-type] # fields of three messages
     async with stage(BATCH, RECITAL, engine=engine) as played:
         with pytest.raises(grpc.RpcError) as caught:
             await played.server.stub.Generate(request)

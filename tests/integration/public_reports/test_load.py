@@ -46,6 +46,9 @@ async def storm_during_admission(played: Stage) -> None:
         call = played.server.stub.Generate(request)
         await asyncio.sleep(number / 20_000)
         call.cancel()
+    call = played.server.stub.GenerateStream(as_stream(request))
+    await anext(aiter(call))  # this one is admitted for certain
+    call.cancel()
     played.is_over = True
     await idle(played.server)
     assert played.total("requests", finish_reason="cancelled") > 0

@@ -6,17 +6,27 @@ drafted and accepted. Rows are numbered as in the list of reports that Headway r
 
 import asyncio
 import random
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType
 
 from fake_engine import EOS_ID
+from headway.engine.build import build_engine
+from headway.engine.loop import EngineLoop
+from headway.engine.models.attention import ATTENTION
+from headway.engine.models.load import load_model
 from headway.engine.request import FinishReason
 from headway.engine.suffix import SuffixDrafter
 from headway.protos import text_generation_pb2 as pb
+from loopback import running
 from reciting import Recital
-from replay import ON, SPECULATION, Play, Stage, ask_for, stage
+from replay import BATCH, OFF, ON, SPECULATION, Play, Stage, ask_for, check_gauges, stage
+from tiny_engine import SMALL
+from tiny_gguf import tiny_family, write_gguf
 
 DEF, HI = 257, 258  # tokens of three and of two letters
 PEPPER = "\N{HOT PEPPER}".encode()
@@ -41,6 +51,10 @@ class Said:
     options: dict[str, object] = field(default_factory=dict)
     num_steps: int | None = None
     """Passes with speculation, where the report is about one run of drafts."""
+
+    @cached_property
+    def recital(self) -> Recital:
+        return Recital([*self.prompt, *self.recited])
 
 
 ALPHABET = [65, 66, 67, DEF, 71, HI, 74, 75, 76]
@@ -193,7 +207,7 @@ SAID = [
 async def test_recited(said: Said, mode: str) -> None:
     options = {"max_new_tokens": len(said.recited), **said.options}
     request = ask_for(said.prompt, **options)  # type: ignore[arg-type] # fields of three messages
-    async with stage(mode, Recital([*said.prompt, *said.recited])) as played:
+    async with stage(mode, said.recital) as played:
         answer = await played.ask_twice(request)
         assert answer.text == said.text
         assert list(answer.token_ids) == said.recited[: said.num_tokens]
@@ -349,3 +363,34 @@ PLAYED: list[tuple[str, Recital, Play]] = [
 async def test_drawn(recital: Recital, play: Play, mode: str) -> None:
     async with stage(mode, recital) as played:
         await play(played)
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0])
+@pytest.mark.parametrize("mode", SPECULATION)
+async def test_row15_tgi_2997_suffix_drafts_with_quantised_weights(
+    mode: str, kind: GGMLQuantizationType, tmp_path: Path
+) -> None:
+    """The truth is transformers' own `generate` on the same rounded weights, one prompt at a time."""
+    theirs = tiny_family("llama")
+    write_gguf(tmp_path / "m.gguf", "llama", theirs, kind)
+    prompts = [[5, 9, 20, 33, 5, 9, 20], [41, 7, 41, 7, 41], [12, 64, 3]]
+    truth = [
+        theirs.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False, eos_token_id=None)[
+            0, len(ids) :
+        ].tolist()
+        for ids in prompts
+    ]
+    model = load_model(str(tmp_path / "m.gguf"), attention=ATTENTION).model
+    drafter = None if mode == OFF else SuffixDrafter()
+    engine = build_engine(model, (), replace(SMALL, num_threads=1), drafter)
+    async with running(EngineLoop(engine, "tiny")) as server:
+        requests = [ask_for(ids, 40, ignore_eos=True) for ids in prompts]
+        if mode == BATCH:
+            responses = await asyncio.gather(*map(server.stub.Generate, requests))
+        else:
+            responses = [await server.stub.Generate(request) for request in requests]
+        answers = [response.answers[0] for response in responses]
+        assert [list(answer.token_ids) for answer in answers] == truth
+        accepted = sum(answer.speculation.num_accepted for answer in answers)
+        assert (accepted > 10) == (mode != OFF)
+        check_gauges(server)
