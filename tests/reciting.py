@@ -84,11 +84,15 @@ class Recital:
         attention.o_proj.weight[HEAD_SIZE : HEAD_SIZE + VOCAB_SIZE, :VOCAB_SIZE] = one_hot
         model.lm_head.weight[:, :VOCAB_SIZE] = self.by_last.T / late
         model.lm_head.weight[:, HEAD_SIZE : HEAD_SIZE + VOCAB_SIZE] = self.by_prev.T / late
-        return model.eval()
+        model.eval()  # type: ignore[no-untyped-call] # of torch
+        return model
 
     def logits(self, tokens: Seq[int]) -> torch.Tensor:
         """What the model says after `tokens`: [V] float32. The first token is its own prev."""
-        return self.by_last[tokens[-1]] + self.by_prev[tokens[max(0, len(tokens) - 2)]]
+        logits: torch.Tensor = (
+            self.by_last[tokens[-1]] + self.by_prev[tokens[max(0, len(tokens) - 2)]]
+        )
+        return logits
 
     def answer(self, request: Request, num_tokens: int) -> list[int]:
         """The first tokens that the law of a request draws after its prompt, past any end.

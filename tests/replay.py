@@ -6,10 +6,12 @@ the registry are back at zero, its counts add up, and a canary is answered right
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,6 @@ from headway.engine.loop import EngineLoop
 from headway.engine.models.attention import ATTENTION
 from headway.engine.request import Request, SamplingParams, StoppingParams
 from headway.engine.stats import StepRecord
-from headway.engine.tree import Drafter
 from headway.protos import text_generation_pb2 as pb
 from loopback import Running, running
 from reciting import FULL_DRAFT, KnowingDrafter, Recital
@@ -129,17 +130,15 @@ async def stage(
     mode: str,
     recital: Recital,
     *,
-    drafter: Callable[[Recital], Drafter] = KnowingDrafter,
-    engine: dict[str, object] | None = None,
+    engine: Mapping[str, Any] = MappingProxyType({}),
     step_seconds: float = 0.0,
-    **settings: object,
 ) -> AsyncIterator[Stage]:
     """Serve a recital in one mode and check on the way out that nothing is left or wrong.
 
-    `engine` changes EngineConfig, `settings` change ServeConfig; `step_seconds` makes steps slow.
+    `engine` changes EngineConfig; `step_seconds` makes steps slow.
     """
-    loop = recital_loop(recital, None if mode == OFF else drafter(recital), engine, step_seconds)
-    async with running(loop, **settings) as server:
+    loop = recital_loop(recital, mode, engine, step_seconds)
+    async with running(loop) as server:
         played = Stage(server, recital, mode)
         num_companions = NUM_COMPANIONS if mode == BATCH else 0
         company = [asyncio.create_task(_keep_busy(played, i)) for i in range(num_companions)]
@@ -156,19 +155,20 @@ async def stage(
 
 def recital_loop(
     recital: Recital,
-    drafter: Drafter | None,
-    engine: dict[str, object] | None = None,
+    mode: str,
+    engine: Mapping[str, Any] = MappingProxyType({}),
     step_seconds: float = 0.0,
 ) -> EngineLoop:
     """A real engine around a recital, with a thread that is not started yet."""
-    changes: dict[str, object] = {
+    changes: dict[str, Any] = {
         "kv_cache_bytes": 4 << 20,
         "block_size": 4,
         "max_draft_tokens": FULL_DRAFT,
         "num_threads": 1,
-        **(engine or {}),
+        **engine,
     }
-    config = EngineConfig(**changes)  # type: ignore[arg-type] # the values are the cases' own
+    config = EngineConfig(**changes)
+    drafter = None if mode == OFF else KnowingDrafter(recital)
     model = recital.model(config.max_context_tokens or 512)
     model.set_attn_implementation(ATTENTION)
 
@@ -179,7 +179,7 @@ def recital_loop(
 
 
 def ask_for(
-    prompt: str | list[int], max_new_tokens: int = 24, temperature: float = 0.0, **fields: object
+    prompt: str | list[int], max_new_tokens: int = 24, temperature: float = 0.0, **fields: Any
 ) -> pb.GenerateRequest:
     """A request; `fields` are those of Sampling, Stopping and ResponseOptions."""
     ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
@@ -189,7 +189,7 @@ def ask_for(
         "temperature": temperature,
         **fields,
     }.items():
-        parts = (request.sampling, request.stopping, request.response)
+        parts: list[Any] = [request.sampling, request.stopping, request.response]
         (part,) = [part for part in parts if name in part.DESCRIPTOR.fields_by_name]
         part.MergeFrom(type(part)(**{name: value}))
     return request
@@ -236,7 +236,7 @@ def check_gauges(server: Running) -> None:
 
 
 async def _keep_busy(played: Stage, companion: int) -> None:
-    """Ask one thing after the other until the play is over, and hold each answer against the truth."""
+    """Ask one thing after the other until the play is over, and note each answer that is wrong."""
     for number in count():
         request = ask_for(
             f"company {companion} of {number}" * 2, 12, number % 2, seed=number, ignore_eos=True

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import threading
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,8 +18,8 @@ from headway.server.app import serve
 from headway.server.client import Client
 from headway.server.config import ServeConfig
 from loopback import LOCAL
-from reciting import KnowingDrafter, Recital
-from replay import BATCH, as_stream, ask_for, recital_loop, stage, truth_of, until
+from reciting import Recital
+from replay import BATCH, ON, as_stream, ask_for, recital_loop, stage, truth_of, until
 
 RECITAL = Recital([*b"the quick fox jumps over my lazy dog"], strength=3.0)
 
@@ -41,7 +42,7 @@ async def test_row29_vllm_55102_pings_on_silent_calls_and_idle_connections() -> 
         ):
             await unused.channel_ready()
             request = ask_for("the ", 8)
-            answer = (await pb_grpc.TextGenerationStub(busy).Generate(request)).answers[0]  # type: ignore[misc] # the stub of grpc.aio
+            answer = (await pb_grpc.TextGenerationStub(busy).Generate(request)).answers[0]
             assert list(answer.token_ids) == played.truth(request)
             assert unused.get_state() is grpc.ChannelConnectivity.READY
 
@@ -54,7 +55,7 @@ async def test_row30_grpc_42357_a_second_event_loop_in_the_process() -> None:
     async def from_another_loop(target: str) -> None:
         async with grpc.aio.insecure_channel(target) as channel:
             stub = pb_grpc.TextGenerationStub(channel)
-            answers = await asyncio.gather(*(stub.Generate(each) for each in requests))  # type: ignore[misc]
+            answers = await asyncio.gather(*(stub.Generate(each) for each in requests))
             heard.extend(list(answer.answers[0].token_ids) for answer in answers)
 
     async with stage(BATCH, RECITAL) as played:
@@ -104,14 +105,14 @@ async def test_row31_pytorch_serve_1219_request_of_200_mb() -> None:
 @pytest.mark.slow
 async def test_row31_trtllm_13519_reply_beyond_a_clients_4_mib() -> None:
     """Streams stay readable for a client with gRPC's default of 4 MiB; ours reads the whole."""
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         "max_new_tokens": 1,
         "temperature": 0.0,
         "num_prompt_logprobs": 20,
     }
     ids = [*b"quick fox "] * 2_200
-    engine: dict[str, object] = {"max_context_tokens": 1 << 15, "kv_cache_bytes": 1 << 26}
-    request = ask_for(ids, **options)  # type: ignore[arg-type] # fields of three messages
+    engine: dict[str, Any] = {"max_context_tokens": 1 << 15, "kv_cache_bytes": 1 << 26}
+    request = ask_for(ids, **options)
     async with stage(BATCH, RECITAL, engine=engine) as played:
         with pytest.raises(grpc.RpcError) as caught:
             await played.server.stub.Generate(request)
@@ -130,7 +131,7 @@ async def test_row31_trtllm_13519_reply_beyond_a_clients_4_mib() -> None:
 
 
 async def test_row33_smg_1172_sigterm_in_mid_stream_and_a_call_one_second_later() -> None:
-    loop = recital_loop(RECITAL, KnowingDrafter(RECITAL), step_seconds=0.04)
+    loop = recital_loop(RECITAL, ON, step_seconds=0.04)
     port = free_port()
     config = ServeConfig(**{**LOCAL, "port": port, "drain_grace_seconds": 1.3})  # type: ignore[arg-type] # as LOCAL has them
     exit_status = asyncio.create_task(serve(config, "tiny", lambda observe: served(loop)))
@@ -139,17 +140,17 @@ async def test_row33_smg_1172_sigterm_in_mid_stream_and_a_call_one_second_later(
         stub = pb_grpc.TextGenerationStub(channel)
         await until(lambda: loop.ready)
         requests = [ask_for(f"the {i}", 330, i % 2, seed=i, ignore_eos=True) for i in range(3)]
-        streams = [stub.GenerateStream(as_stream(each)) for each in requests]  # type: ignore[attr-defined] # the stub of grpc.aio
+        streams = [stub.GenerateStream(as_stream(each)) for each in requests]
         for stream in streams:
             await anext(aiter(stream))
         signal.raise_signal(signal.SIGTERM)
         await asyncio.sleep(1.0)
         late = ask_for("late", 5)
-        answer = (await stub.Generate(late)).answers[0]  # type: ignore[misc] # the stub of grpc.aio
+        answer = (await stub.Generate(late)).answers[0]
         assert list(answer.token_ids) == truth_of(RECITAL, late)
         await asyncio.sleep(0.6)
         with pytest.raises(grpc.RpcError) as caught:
-            await stub.Generate(late)  # type: ignore[misc] # the stub of grpc.aio
+            await stub.Generate(late)
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         assert "another replica" in (caught.value.details() or "")
         assert loop.num_requests == 3, "the streams ended before the drain could cut them"

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 import time
+from typing import Any
 
 import grpc
 import pytest
@@ -24,8 +25,9 @@ SMALL_CACHE = {"kv_cache_bytes": 48 * 4 * 264 * 2 * 4}  # 48 blocks of 4 tokens
 async def refused(played: Stage, field: str, request: pb.GenerateRequest | pb.ScoreRequest) -> str:
     """Send what must be refused with a violation of `field`, and return the status's text."""
     stub = played.server.stub
+    send: Any = stub.Score if isinstance(request, pb.ScoreRequest) else stub.Generate
     with pytest.raises(grpc.RpcError) as caught:
-        await (stub.Score if isinstance(request, pb.ScoreRequest) else stub.Generate)(request)
+        await send(request)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     error = from_rpc_error(caught.value)
     assert isinstance(error, InvalidRequest)
@@ -46,9 +48,9 @@ async def storm_during_admission(played: Stage) -> None:
         call = played.server.stub.Generate(request)
         await asyncio.sleep(number / 20_000)
         call.cancel()
-    call = played.server.stub.GenerateStream(as_stream(request))
-    await anext(aiter(call))  # this one is admitted for certain
-    call.cancel()
+    stream = played.server.stub.GenerateStream(as_stream(request))
+    await anext(aiter(stream))  # this one is admitted for certain
+    stream.cancel()
     played.is_over = True
     await idle(played.server)
     assert played.total("requests", finish_reason="cancelled") > 0
@@ -58,8 +60,9 @@ async def storm_during_admission(played: Stage) -> None:
 
 async def timeouts_just_below_service_time(played: Stage) -> None:
     request = ask_for("the ", 60, ignore_eos=True)
+    truth = played.truth(request)
     began = time.monotonic()
-    truth = list((await played.check_right(request)).token_ids)
+    await played.check_right(request)
     service_seconds = time.monotonic() - began
     rng = random.Random(7368)
     codes = []
@@ -159,14 +162,15 @@ async def logprobs_of_a_long_prompt(played: Stage) -> None:
 
 
 async def ids_out_of_the_vocabulary(played: Stage) -> None:
-    for field, fields in [
+    out_of_vocabulary: list[tuple[str, dict[str, Any]]] = [
         ("sampling.logit_bias", {"logit_bias": {VOCAB_SIZE: 1.0}}),
         ("sampling.logit_bias", {"logit_bias": {-1: 1.0}}),
         ("sampling.logit_bias", {"logit_bias": {2**31 - 1: -100.0}}),
         ("sampling.allowed_token_ids", {"allowed_token_ids": list(range(2_000))}),
         ("stopping.stop_token_ids", {"stop_token_ids": [VOCAB_SIZE]}),
-    ]:
-        message = await refused(played, field, ask_for("the ", **fields))  # type: ignore[arg-type] # of three messages
+    ]
+    for field, fields in out_of_vocabulary:
+        message = await refused(played, field, ask_for("the ", **fields))
         assert "ids outside the vocabulary" in message
     within = [i for i in range(200, 210) for _ in range(200)]
     answer = await played.check_right(ask_for("the ", 8, 1.0, allowed_token_ids=within, seed=26))
@@ -199,7 +203,7 @@ async def template_that_refuses_a_system_message(played: Stage) -> None:
     assert list(answer.token_ids) == played.truth(rendered)
 
 
-PLAYED: list[tuple[str, Play, dict[str, object]]] = [
+PLAYED: list[tuple[str, Play, dict[str, Any]]] = [
     ("row18-vllm-57061-cancelled-while-admitted", storm_during_admission, {}),
     ("row19-triton-7368-timeout-below-service-time", timeouts_just_below_service_time, {}),
     ("row20-vllm-31503-streams-dropped", streams_dropped_after_64_bytes, {}),
@@ -219,6 +223,6 @@ PLAYED: list[tuple[str, Play, dict[str, object]]] = [
 @pytest.mark.parametrize(
     ("play", "engine"), [each[1:] for each in PLAYED], ids=[each[0] for each in PLAYED]
 )
-async def test_survived(play: Play, engine: dict[str, object], mode: str) -> None:
+async def test_survived(play: Play, engine: dict[str, Any], mode: str) -> None:
     async with stage(mode, RECITAL, engine=engine) as played:
         await play(played)

@@ -9,6 +9,7 @@ import random
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ class Said:
     reason: str = "LENGTH"
     stop: int | str | None = None
     prompt: list[int] = field(default_factory=lambda: [*b"go:"])
-    options: dict[str, object] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     num_steps: int | None = None
     """Passes with speculation, where the report is about one run of drafts."""
 
@@ -206,7 +207,7 @@ SAID = [
 @pytest.mark.parametrize("said", SAID, ids=lambda said: said.row)
 async def test_recited(said: Said, mode: str) -> None:
     options = {"max_new_tokens": len(said.recited), **said.options}
-    request = ask_for(said.prompt, **options)  # type: ignore[arg-type] # fields of three messages
+    request = ask_for(said.prompt, **options)
     async with stage(mode, said.recital) as played:
         answer = await played.ask_twice(request)
         assert answer.text == said.text
@@ -230,7 +231,7 @@ def check_totals(played: Stage, said: Said) -> None:
     reason = FinishReason[said.reason].value
     assert played.total("requests", finish_reason=reason) == played.num_finished() == asked
     if said.reason == "STOP_STRING":
-        num_run = int(said.options.get("max_new_tokens", len(said.recited)))  # type: ignore[call-overload] # an int
+        num_run = said.options.get("max_new_tokens", len(said.recited))
         past_stop = played.total("discarded_tokens", reason="past_stop")
         assert past_stop == asked * (num_run - said.num_tokens) > 0
     elif said.num_steps == 1:
@@ -285,7 +286,7 @@ async def penalties_count_every_token(played: Stage) -> None:
         ("repetition_penalty", 4.0, 0.0),
     ]:
         for temperature in (0.0, 0.7):
-            law: dict[str, object] = {name: penalty, "seed": 3, "logit_bias": {ord("a"): bias}}
+            law: dict[str, Any] = {name: penalty, "seed": 3, "logit_bias": {ord("a"): bias}}
             request = ask_for("aa", 20, temperature, ignore_eos=True, **law)
             answer = await played.check_right(request)
             played.check_drafts_counted(answer)
