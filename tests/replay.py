@@ -106,15 +106,6 @@ class Stage:
     def total(self, name: str, **labels: str) -> float:
         return self.server.metric(f"headway_{name}_total", **labels)
 
-    def num_finished(self) -> float:
-        """Requests that the registry counts as ended, whatever ended them."""
-        (family,) = [
-            family
-            for family in self.server.app.metrics.registry.collect()
-            if family.name == "headway_requests"
-        ]
-        return sum(s.value for s in family.samples if s.name == "headway_requests_total")
-
 
 def truth_of(recital: Recital, request: pb.GenerateRequest) -> list[int]:
     """The token ids of the right answer, up to and with the one that ends it."""
@@ -222,8 +213,10 @@ def check_books(played: Stage) -> None:
     """Gauges are at zero, and totals that must agree do, in any mode."""
     metric = played.server.metric
     check_gauges(played.server)
-    assert metric("headway_request_generation_tokens_count") == played.num_finished()
-    assert metric("headway_request_generation_tokens_sum") == played.total("generation_tokens")
+    assert metric("headway_request_generation_tokens_count") == played.total("requests")
+    past_stop = played.total("discarded_tokens", reason="past_stop")
+    answered = metric("headway_request_generation_tokens_sum")
+    assert played.total("generation_tokens") == answered + past_stop
     accepted, steps = played.total("spec_accepted_tokens"), played.total("spec_steps")
     assert (accepted > 0) == (steps > 0) == played.speculates
     assert played.total("spec_emitted_tokens") <= accepted + steps
