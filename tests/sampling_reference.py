@@ -5,6 +5,7 @@ Everything in float64 lists, one token of one sequence at a time, written to be 
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -44,26 +45,26 @@ def law(logits: list[float], sequence: Sequence, eos_token_ids: tuple[int, ...])
     scores = shape(logits, sequence, eos_token_ids)
     temperature = sequence.request.sampling.temperature
     if temperature == 0:
-        return [float(i == scores.index(max(scores))) for i in range(len(scores))]
+        best = scores.index(max(scores))
+        return [float(i == best) for i in range(len(scores))]
     return truncate([score / temperature for score in scores], sequence.request.sampling)
 
 
 def shape(logits: list[float], sequence: Sequence, eos_token_ids: tuple[int, ...]) -> list[float]:
     """Bias, masks and penalties."""
     sampling, stopping = sequence.request.sampling, sequence.request.stopping
-    answer = sequence.tokens[sequence.num_prompt_tokens :]
+    answer = Counter(sequence.tokens[sequence.num_prompt_tokens :])
+    seen = set(sequence.tokens)
     vocabulary = range(len(logits))
     scores = [logits[v] + sampling.logit_bias.get(v, 0.0) for v in vocabulary]
-    allowed = [
-        v for v in vocabulary if not sampling.allowed_token_ids or v in sampling.allowed_token_ids
-    ]
+    allowed = sorted(set(sampling.allowed_token_ids) or vocabulary)
     spelled = [
         v
         for v in allowed
         if any(tuple([*sequence.tokens, v][-len(word) :]) == word for word in sampling.bad_words)
     ]
     ends: list[int] = []
-    if len(answer) < stopping.min_new_tokens:
+    if answer.total() < stopping.min_new_tokens:
         ends = [*eos_token_ids, *stopping.stop_token_ids]
     for banned in ([*spelled, *ends], spelled, []):
         kept = [v for v in allowed if v not in banned]
@@ -73,11 +74,11 @@ def shape(logits: list[float], sequence: Sequence, eos_token_ids: tuple[int, ...
         if v not in kept:
             scores[v] = -math.inf
             continue
-        if v in sequence.tokens:
+        if v in seen:
             penalty = sampling.repetition_penalty
             scores[v] = scores[v] / penalty if scores[v] > 0 else scores[v] * penalty
         scores[v] -= sampling.presence_penalty * (v in answer)
-        scores[v] -= sampling.frequency_penalty * answer.count(v)
+        scores[v] -= sampling.frequency_penalty * answer[v]
     return scores
 
 
@@ -89,7 +90,8 @@ def truncate(scores: list[float], sampling: SamplingParams) -> list[float]:
         p = normalise([x if x >= kth_best else 0.0 for x in p])
     if sampling.top_p < 1:
         p = keep_mass(p, [-x for x in p], sampling.top_p)
-    p = normalise([x if x >= sampling.min_p * max(p) else 0.0 for x in p])
+    least = sampling.min_p * max(p)
+    p = normalise([x if x >= least else 0.0 for x in p])
     if sampling.typical_p < 1:
         entropy = -sum(x * math.log(x) for x in p if x > 0)
         strange = [abs(-math.log(x) - entropy) if x > 0 else math.inf for x in p]
@@ -108,11 +110,13 @@ def keep_mass(p: list[float], keys: list[float], mass: float) -> list[float]:
 
 
 def softmax(scores: list[float]) -> list[float]:
-    return normalise([math.exp(score - max(scores)) for score in scores])
+    best = max(scores)
+    return normalise([math.exp(score - best) for score in scores])
 
 
 def normalise(weights: list[float]) -> list[float]:
-    return [weight / sum(weights) for weight in weights]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def random_sampling(rng: random.Random, vocab_size: int, temperature: float) -> SamplingParams:

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import random
 import resource
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,21 +18,20 @@ from headway.engine.suffix import SuffixDrafter
 from headway.protos import text_generation_pb2 as pb
 from headway.server.errors import from_rpc_error
 from loopback import Running, running
+from replay import BATCH, OFF, SPECULATION, idle
 from tiny_engine import SMALL, tiny_engine
-
-SPECULATION = ["off", "on", "on, in a batch"]
 
 
 @asynccontextmanager
 async def real(speculation: str = "on", **settings: object) -> AsyncIterator[Running]:
     """Serve the tiny model; "in a batch" keeps two other requests running beside the test's own."""
-    drafter = None if speculation == "off" else SuffixDrafter()
+    drafter = None if speculation == OFF else SuffixDrafter()
     engine = tiny_engine(drafter, SMALL, (EOS_ID,), vocab_size=261, eos_token_id=EOS_ID)
     loop = EngineLoop(engine, "tiny")
     async with running(loop, **settings) as server:
         company = (
             [asyncio.create_task(keep_busy(server, seed)) for seed in range(2)]
-            if speculation == "on, in a batch"
+            if speculation == BATCH
             else []
         )
         yield server
@@ -47,13 +45,6 @@ async def real(speculation: str = "on", **settings: object) -> AsyncIterator[Run
 async def keep_busy(server: Running, seed: int) -> None:
     while True:
         await server.stub.Generate(request(f"company {seed} " * 5, 30, seed=seed))
-
-
-async def idle(server: Running) -> None:
-    end = time.monotonic() + 5
-    while server.engine.num_requests:
-        assert time.monotonic() < end, "requests are left"
-        await asyncio.sleep(0.01)
 
 
 def request(
@@ -141,7 +132,7 @@ BAD = [
 
 async def test_bad_input_names_its_field_and_harms_nobody() -> None:
     """vllm#7283, #5822, PR 16529, #39734: each of these killed or blocked an engine somewhere."""
-    async with real("on, in a batch") as server:
+    async with real(BATCH) as server:
         for field, sent in BAD:
             with pytest.raises(grpc.RpcError) as caught:
                 await server.stub.Generate(sent)

@@ -172,26 +172,6 @@ async def test_death_of_the_engine_ends_streams_and_health(silent_death: bool) -
         assert server.app.metrics._last_output == {}
 
 
-@pytest.mark.slow
-async def test_silent_call_survives_a_client_that_pings() -> None:
-    """vllm PR 55102, sglang PR 19986: GOAWAY too_many_pings on long silent calls.
-
-    gRPC pings once a second at most, and by default its server hangs up at the fourth ping.
-    """
-    async with running(FakeEngine(step_seconds=6.0)) as server:
-        pings = [
-            ("grpc.keepalive_time_ms", 1000),
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.keepalive_permit_without_calls", 1),
-        ]
-        async with grpc.aio.insecure_channel(server.target, options=pings) as channel:
-            stub = pb_grpc.TextGenerationStub(channel)
-            answer = await stub.Generate(  # type: ignore[misc]
-                pb.GenerateRequest(text="x", stopping=pb.Stopping(max_new_tokens=1))
-            )
-            assert answer.answers[0].text == "x"
-
-
 def test_the_argument_that_lets_clients_ping_is_the_one_that_works() -> None:
     """gRPC ignores min_recv_ping_interval_without_data_ms without a word."""
     given = dict(app_module.options(ServeConfig()))

@@ -115,38 +115,6 @@ async def test_refusal_of_one_of_n_ends_the_others() -> None:
         await canary(server)
 
 
-@pytest.mark.parametrize(
-    ("include_stop", "text"), [(None, "ABC"), (False, "ABC"), (True, "ABCDEFGHIJ")]
-)
-async def test_stop_string_over_token_borders(include_stop: bool | None, text: str) -> None:
-    """vllm#3574, vllm#57052: stop strings leaked, or were ignored beside token ids."""
-    ids = [65, 66, 67, 257, 71, 258, 74, 75, 76]  # A B C DEF G HI J K L
-    async with running(FakeEngine(lambda r: ids * 300, run=5)) as server:
-        request = stream_request("x", 4000)
-        request.stopping.stop_strings.append("DEFGHIJ")
-        if include_stop is not None:
-            request.stopping.include_stop = include_stop
-        events = [e async for e in server.stub.GenerateStream(request)]
-        assert "".join(e.delta.text for e in events) == text
-        assert [i for e in events for i in e.delta.token_ids] == ids[:7]
-        end = events[-1].finished
-        assert end.finish_reason == pb.FINISH_REASON_STOP_STRING
-        assert end.stop_string == "DEFGHIJ"
-        assert end.usage.num_new_tokens == 7
-        assert server.engine.aborted[0][1] is FinishReason.STOP_STRING
-        assert server.metric("headway_requests_total", finish_reason="stop_string") == 1
-        assert server.metric("headway_discarded_tokens_total", reason="past_stop") >= 3
-
-
-async def test_stop_string_outranks_a_length_reached_in_the_same_step() -> None:
-    """sglang#31599: the length masked an earlier stop, and what came after it leaked."""
-    async with running(FakeEngine(lambda r: list(b"abSTOPcd"), run=8)) as server:
-        request = unary_request("x", 8, stopping=pb.Stopping(stop_strings=["STOP"]))
-        answer = (await server.stub.Generate(request)).answers[0]
-        assert (answer.text, answer.stop_string) == ("ab", "STOP")
-        assert answer.usage.num_new_tokens == len(answer.token_ids) == 6
-
-
 async def test_end_of_sequence_counts_and_its_text_is_hidden_unless_asked_for() -> None:
     script = [*b"ab", EOS_ID, *b"junk"]
     async with running(FakeEngine(lambda r: script, run=7)) as server:
@@ -160,32 +128,6 @@ async def test_end_of_sequence_counts_and_its_text_is_hidden_unless_asked_for() 
             response=pb.ResponseOptions(skip_special_tokens=False),
         )
         assert (await server.stub.Generate(shown)).answers[0].text == "ab<|im_end|>"
-
-
-async def test_prompt_of_token_ids_with_half_a_character_is_not_echoed() -> None:
-    """vllm#48853: the first delta re-emitted the whole prompt."""
-    pepper = "\N{HOT PEPPER}".encode()
-    async with running(FakeEngine(lambda r: [pepper[3], 33])) as server:
-        request = pb.GenerateStreamRequest(
-            token_ids=pb.TokenIds(ids=[*b"Hello world ", *pepper[:3]])
-        )
-        events = [e async for e in server.stub.GenerateStream(request)]
-        assert "".join(e.delta.text for e in events) == "\N{HOT PEPPER}!"
-
-
-async def test_invalid_utf8_from_the_model_never_breaks_a_stream() -> None:
-    """vllm#17448: byte tokens that form no UTF-8 killed the output handler."""
-    script = [0xF0, 0x9F, 0x80, 0x80, 0x80, *b"ok", 0xED, 0x95]
-    async with running(FakeEngine(lambda r: script)) as server:
-        answer = (await server.stub.Generate(unary_request(max_new_tokens=9))).answers[0]
-        assert answer.text == bytes(script).decode(errors="replace")
-        assert len(answer.token_ids) == len(script)
-        await canary_after_script(server)
-
-
-async def canary_after_script(server: Running) -> None:
-    answer = await server.stub.Generate(unary_request("ok", 2))
-    assert answer.answers[0].usage.num_new_tokens == 2
 
 
 async def test_logprobs_follow_their_tokens() -> None:
@@ -243,18 +185,6 @@ async def test_cancel_in_mid_stream_frees_the_request_and_is_counted() -> None:
         await until(lambda: server.metric("headway_requests_total", finish_reason="cancelled") == 1)
         assert server.engine.aborted[0][1] is FinishReason.CANCELLED
         assert server.metric("headway_requests_running") == 0
-        await canary(server)
-
-
-async def test_cancel_storm_during_admission_leaks_nothing() -> None:
-    """vllm#57061: state leaked when the client cancelled while the request was admitted."""
-    async with running(FakeEngine(step_seconds=0.0)) as server:
-        for delay in range(40):
-            call = server.stub.Generate(unary_request("word " * 500, 4000))
-            await asyncio.sleep(delay / 10_000)
-            call.cancel()
-        await until(lambda: server.engine.num_requests == 0)
-        await until(lambda: server.app._live.is_idle)  # type: ignore[union-attr]
         await canary(server)
 
 
@@ -347,20 +277,6 @@ async def test_full_queue_says_when_to_try_again() -> None:
         assert isinstance(error, Overloaded)
         assert (error.reason, error.retry_seconds) == ("requests", 1.5)
         assert server.metric("headway_admission_rejections_total", reason="requests") == 1
-
-
-async def test_template_that_raises_is_the_clients_error_with_the_templates_text() -> None:
-    """sglang#1342, #892: "System role not supported" became an internal error."""
-    async with running() as server:
-        chat = pb.Chat(messages=[pb.Message(role="system", content="x")])
-        with pytest.raises(grpc.RpcError) as caught:
-            await server.stub.Generate(pb.GenerateRequest(chat=chat))
-        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert "System role not supported" in (caught.value.details() or "")
-        error = from_rpc_error(caught.value)
-        assert isinstance(error, InvalidRequest)
-        assert error.violations[0].field == "chat"
-        await canary(server)
 
 
 async def test_client_cannot_bring_a_template_of_its_own() -> None:
