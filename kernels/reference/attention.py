@@ -76,12 +76,15 @@ def _attend(
     """query [rows, H, D], key and value [keys, G, D], mask [rows, keys] -> [rows, H, D]."""
     num_rows, num_heads, head_size = query.shape
     num_groups = key.shape[1]
+    # The query heads of a group are more rows of one product: keys and values are never repeated.
     grouped = query.view(num_rows, num_groups, -1, head_size).permute(1, 2, 0, 3)
-    scores = torch.matmul(grouped.float(), key.permute(1, 2, 0)[:, None].float()) * scale
+    flat = grouped.reshape(num_groups, -1, head_size).float()
+    scores = torch.bmm(flat, key.permute(1, 2, 0).float()) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    weights = torch.softmax(scores, dim=-1)
-    mixed = torch.matmul(weights, value.permute(1, 0, 2)[:, None].float())
-    return mixed.permute(2, 0, 1, 3).reshape(num_rows, num_heads, head_size).to(query.dtype)
+        by_row = scores.view(num_groups, -1, num_rows, key.shape[0])
+        scores = by_row.masked_fill(~mask, float("-inf")).view_as(scores)
+    mixed = torch.bmm(torch.softmax(scores, dim=-1), value.permute(1, 0, 2).float())
+    by_head = mixed.view(num_groups, -1, num_rows, head_size).permute(2, 0, 1, 3)
+    return by_head.reshape(num_rows, num_heads, head_size).to(query.dtype)
