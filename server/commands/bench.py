@@ -192,7 +192,7 @@ def _record(
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {
-            "platform": platform.platform(),
+            "platform": f"{platform.system()} {platform.machine()}",
             "num_cores": os.cpu_count(),
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in ("torch", "transformers")},
@@ -226,7 +226,6 @@ def _step_table(cases: Sequence[CaseResult]) -> Table:
             "model",
             "draft",
             "other",
-            "step p20-p80",
         ),
         title="Steps without prompts, medians in ms",
         caption="tau: mean tokens per pass of the model and request, the bonus token included; plain "
@@ -241,7 +240,6 @@ def _step_table(cases: Sequence[CaseResult]) -> Table:
             f"{case.tokens_per_second.p50:.1f}",
             f"{case.decode_tokens_per_second.p50:.1f}",
             *(f"{case.step_ms[phase].p50:.2f}" for phase in ("step", "model", "draft", "overhead")),
-            f"{case.step_ms['step'].p20:.1f}-{case.step_ms['step'].p80:.1f}",
         )
     return table
 
