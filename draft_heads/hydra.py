@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headway.draft_heads.config import HydraConfig
+from headway.engine.runner import output_projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,16 +27,15 @@ class TargetEnds:
     embed: Callable[[Tensor], Tensor]
     """Token ids [...] to input embeddings [..., H]."""
     project: Callable[[Tensor], Tensor]
-    """Last hidden states [..., H] to logits [..., V]."""
+    """Last hidden states [..., H] to logits [..., V] float32."""
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
     def of(cls, model: Any) -> "TargetEnds":
         """Take the ends of a transformers model (Any: its class is known at run time alone)."""
-        return cls(
-            model.get_input_embeddings(), model.get_output_embeddings(), model.dtype, model.device
-        )
+        embed = model.get_input_embeddings()
+        return cls(embed, output_projection(model), model.dtype, model.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class Engine:
         self.cache = cache
         self.eos_token_ids = tuple(eos_token_ids)
         self.limits = limits
+        self.config = config
         self.drafter = drafter
         if drafter is None:
             config = replace(config, max_draft_tokens=0)
@@ -132,7 +133,7 @@ class Engine:
                 block_size=self.cache.block_size,
                 cache_dtype=str(self.cache.data.dtype).removeprefix("torch."),
                 drafter=NO_DRAFTER if self.drafter is None else self.drafter.name,
-                max_draft_tokens=self.scheduler.config.max_draft_tokens,
+                max_draft_tokens=self.config.max_draft_tokens,
             ),
         )
 
@@ -205,7 +206,7 @@ class Engine:
         sequence, request = part.sequence, part.sequence.request
         if request.num_prompt_logprobs is None:
             return ()
-        start = max(sequence.num_computed, sequence.num_prompt_logprobs)
+        start = max(sequence.num_computed, sequence.num_scored)
         end = min(sequence.num_computed + part.span, sequence.num_prompt_tokens - 1)
         scores: list[TokenLogprobs] = []
         for first in range(start, end, LOGIT_PIECE):
@@ -214,7 +215,7 @@ class Engine:
             logits = self.runner.project(hidden[offset : offset + last - first])
             next_ids = request.prompt_ids[first + 1 : last + 1]
             scores += prompt_logprobs(logits, next_ids, request.num_prompt_logprobs)
-        sequence.num_prompt_logprobs = max(start, end)
+        sequence.num_scored = max(start, end)
         return tuple(scores)
 
     def _expire(self) -> list[Output]:

@@ -106,7 +106,7 @@ class EngineLoop:
                     "choose another or leave it out",
                 )
             )
-        config = self.engine.scheduler.config
+        config = self.engine.config
         if len(self._queued) >= config.max_queued_requests:
             raise Overloaded(
                 f"{len(self._queued)} requests are waiting, as many as are allowed "

@@ -1,5 +1,6 @@
 """ModelRunner: one pass of a transformers model over a ForwardInput. Knows no requests."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,19 @@ class ForwardOutput(NamedTuple):
     """[T, hidden size]: last hidden states, after the model's final norm."""
 
 
+def output_projection(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function from last hidden states [..., H] to logits [..., V] float32."""
+    untyped: Any = model
+    head = untyped.get_output_embeddings()
+    softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+
+    def project(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = head(hidden).float()
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    return project
+
+
 class ModelRunner:
     """Runs the decoder over all rows and the output head over those whose logits are wanted."""
 
@@ -25,8 +39,7 @@ class ModelRunner:
         untyped: Any = model
         self.model = untyped
         self._decoder = untyped.get_decoder()
-        self._head = untyped.get_output_embeddings()
-        self._softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        self._project = output_projection(model)
 
     @torch.inference_mode()
     def forward(self, forward_input: ForwardInput) -> ForwardOutput:
@@ -42,10 +55,7 @@ class ModelRunner:
     @torch.inference_mode()
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocabulary] float32 of hidden states [n, hidden size]."""
-        logits: torch.Tensor = self._head(hidden).float()
-        if self._softcap is not None:
-            logits = self._softcap * torch.tanh(logits / self._softcap)
-        return logits
+        return self._project(hidden)
 
     @torch.inference_mode()
     def warm_up(self, forward_input: ForwardInput) -> None:

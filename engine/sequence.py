@@ -29,7 +29,7 @@ class Sequence:
         """Prompt tokens found in the prefix cache at first admission."""
         self.num_preempted_tokens = 0
         """Tokens that a preemption took out of the cache: computing them again is no progress."""
-        self.num_prompt_logprobs = 0
+        self.num_scored = 0
         """Prompt positions whose logprobs were already reported."""
         self.output_counts: Counter[int] = Counter()
         """How often each token occurs in the answer; penalties read it."""

@@ -115,5 +115,5 @@ class Drafter(Protocol):
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept for a sequence that ended or lost its cache blocks."""
+        """Drop what is kept for a sequence that ended."""
         ...

@@ -1,6 +1,6 @@
 """The server's settings. Each docstring under a field is its help text on the command line."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +33,15 @@ class ServeConfig:
     """How often a silent connection is pinged; one that does not answer in 20 s is closed."""
     max_connection_age_seconds: float = 600.0
     """Clients are asked to reconnect after this time, so that they find new replicas; 0 never."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for settings that make no sense."""
+        least = {"default_max_new_tokens": 1, "max_prompt_bytes": 1, "max_message_bytes": 1024}
+        least |= {field.name: 0 for field in fields(self) if field.name.endswith("_seconds")}
+        least["keepalive_seconds"] = 1
+        for name, low in least.items():
+            if not getattr(self, name) >= low:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
+        for name, low in {"port": 0, "metrics_port": -1}.items():
+            if not low <= getattr(self, name) <= 65535:
+                raise ValueError(f"{name} is {getattr(self, name)}; {low} to 65535 are allowed")
