@@ -52,7 +52,9 @@ def lines(measured: dict[str, Any]) -> Iterator[dict[str, Any]]:
         }
         for metric, (spread, unit) in numbers.items():
             yield {**head, **where, "metric": metric, "unit": unit, **spread}
-        yield {**head, **where, "metric": "tau", "unit": "tokens/pass", "p50": case["tau"]}
+        for category, tau in {"all": case["tau"], **case["tau_by_category"]}.items():
+            kind = {"category": category, "metric": "tau", "unit": "tokens/pass"}
+            yield {**head, **where, **kind, "p50": tau}
 
 
 def git(*arguments: str) -> str:
