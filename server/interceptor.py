@@ -13,8 +13,9 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError, Message
 
-from headway.engine.errors import HeadwayError, InvalidRequest
+from headway.engine.errors import HeadwayError, InvalidRequest, Violation
 from headway.server.convert import to_client_fields
 from headway.server.errors import to_rpc_error
 from headway.server.metrics import Metrics
@@ -41,12 +42,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
                 self._streaming(method, handler.unary_stream),
-                handler.request_deserializer,
+                _reader(handler.request_deserializer),
                 handler.response_serializer,
             )
         return grpc.unary_unary_rpc_method_handler(
             self._unary(method, handler.unary_unary),
-            handler.request_deserializer,
+            _reader(handler.request_deserializer),
             handler.response_serializer,
         )
 
@@ -81,12 +82,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self._metrics.rpc_started(method, kind)
         code = grpc.StatusCode.OK
         try:
+            if isinstance(request, DecodeError):
+                message = f"is not the message that the method takes: {request}. Check the client."
+                raise InvalidRequest(Violation("request", message))
             yield
         except (asyncio.CancelledError, GeneratorExit):
             code = _code_of_leaving(context)
             raise
         except Exception as error:
-            if isinstance(error, InvalidRequest):
+            if isinstance(error, InvalidRequest) and isinstance(request, Message):
                 error = to_client_fields(error, request)
             elif not isinstance(error, HeadwayError):
                 logger.exception("request_id=%s method=%s failed", request_id, method)
@@ -95,6 +99,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             await context.abort(code, shown.message, shown.trailers())
         finally:
             self._metrics.rpc_handled(method, kind, code, time.perf_counter() - started)
+
+
+def _reader(deserialize: Callable[[bytes], Message]) -> Callable[[bytes], Message | DecodeError]:
+    """Hand on bytes that are no message as the error: gRPC would answer UNKNOWN and log a traceback."""
+
+    def read(data: bytes) -> Message | DecodeError:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return error
+
+    return read
 
 
 def _name(request: Any) -> str:

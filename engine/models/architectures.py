@@ -147,11 +147,8 @@ def build_config(file: GGUFFile) -> PreTrainedConfig:
             eos_token_id=list(end_token_ids(file)) or None,
             **values,
         )
-    except (ValueError, TypeError) as error:
-        raise ModelLoadError(
-            f"{file.path}: transformers refuses the config in its metadata: {error}. Convert the "
-            "model anew, or give it as a Hugging Face folder."
-        ) from error
+    except Exception as error:  # transformers divides by what the metadata says
+        raise _refused(file, error) from error
 
 
 def end_token_ids(file: GGUFFile) -> tuple[int, ...]:
@@ -180,8 +177,11 @@ def match_tensors(file: GGUFFile, config: PreTrainedConfig) -> dict[str, str]:
             model's class has no place for.
     """
     names = gguf.get_tensor_name_map(architecture_of(file).tensor_names, config.num_hidden_layers)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers
+    except Exception as error:  # as above
+        raise _refused(file, error) from error
     expected = model.state_dict()
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
@@ -331,6 +331,14 @@ def _gemma3(keys: _Keys, values: Mapping[str, Any]) -> dict[str, Any]:
             "sliding_attention": {"rope_type": "default", "rope_theta": float(local_theta)},
         },
     }
+
+
+def _refused(file: GGUFFile, error: Exception) -> ModelLoadError:
+    reason = " ".join(str(error).split()).rstrip(".")
+    return ModelLoadError(
+        f"{file.path}: transformers refuses the config in its metadata: {reason}. Convert the model "
+        "anew, or give it as a Hugging Face folder."
+    )
 
 
 def _bad_tensor(file: GGUFFile, problem: str) -> ModelLoadError:

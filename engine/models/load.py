@@ -76,7 +76,7 @@ def load_model(
         model=model,
         config=model.config,
         vocab_size=config.get_text_config().vocab_size,
-        eos_token_ids=_eos_token_ids(model.generation_config, config),
+        eos_token_ids=_eos_token_ids(folder, model.generation_config, config),
     )
 
 
@@ -85,7 +85,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers divides by, looks up and imports what the file says
         raise ModelLoadError(
             f"{folder}/config.json cannot be used: {first_line(error)} Models that need code of "
             "their own cannot be loaded."
@@ -145,7 +145,7 @@ def _read_model(
                 ignore_mismatched_sizes=True,  # they are in the report, and refused below
             )
         model: PreTrainedModel = loaded[0].to(device)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
+    except Exception as error:  # as above, and what torch makes of sizes that fit no memory
         raise ModelLoadError(
             f"{folder} cannot be loaded with dtype {dtype} on {device}: {first_line(error)} Check "
             "its config.json, the device and the memory."
@@ -191,11 +191,17 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _eos_token_ids(
-    generation: GenerationConfig | None, config: PreTrainedConfig
+    folder: Path, generation: GenerationConfig | None, config: PreTrainedConfig
 ) -> tuple[int, ...]:
     ids = generation.eos_token_id if generation else None
     if ids is None:
         ids = config.get_text_config().eos_token_id
     if ids is None:
         return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    found = tuple(ids) if isinstance(ids, list) else (ids,)
+    if not all(isinstance(token_id, int) for token_id in found):
+        raise ModelLoadError(
+            f"eos_token_id in {folder}/generation_config.json or config.json is {ids!r}; a token id or "
+            "a list of them is allowed. Correct it."
+        )
+    return found

@@ -76,6 +76,14 @@ async def test_stream_tells_start_deltas_and_end() -> None:
         assert server.metric("headway_generation_tokens_total") == 6
 
 
+async def test_bytes_that_are_no_message_are_the_clients_fault() -> None:
+    async with running() as server:
+        for method, multi in (("Generate", "unary_unary"), ("GenerateStream", "unary_stream")):
+            call = getattr(server.channel, multi)(f"/headway.v1.TextGeneration/{method}")(b"\xff")
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "request: is not the message that the method takes" in await call.details()
+
+
 async def test_unary_answer_equals_the_stream_and_reports_its_seed() -> None:
     async with running() as server:
         answer = await server.stub.Generate(unary_request())
