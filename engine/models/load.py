@@ -64,11 +64,13 @@ def load_model(
     """
     path = resolve(name_or_path, progress)
     folder = convert_gguf(path, progress) if path.is_file() else path
-    config = _read_config(folder)
-    num_bytes = _num_weights(folder) * dtype.itemsize
+    with _advice_for(folder, path):
+        config = _read_config(folder)
+        num_bytes = _num_weights(folder) * dtype.itemsize
     _check_memory(folder, num_bytes, torch.device(device))
     progress("load", 0, num_bytes)
-    model = _read_model(folder, config, dtype, attention, torch.device(device))
+    with _advice_for(folder, path):
+        model = _read_model(folder, config, dtype, attention, torch.device(device))
     progress("load", num_bytes, num_bytes)
     return LoadedModel(
         name=name_or_path,
@@ -173,6 +175,19 @@ def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
         logger.warning(
             "weights without a place in the model: folder=%s keys=%s", folder, unexpected
         )
+
+
+@contextmanager
+def _advice_for(folder: Path, path: Path) -> Iterator[None]:
+    """Tell how to mend a conversion: nobody downloaded it, and the cache would keep it as it is."""
+    try:
+        yield
+    except ModelLoadError as error:
+        if folder == path:
+            raise
+        raise ModelLoadError(
+            f"{error} The folder was made from {path}: remove it, and it is made anew."
+        ) from error
 
 
 @contextmanager

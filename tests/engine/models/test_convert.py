@@ -225,3 +225,12 @@ def test_metadata_that_transformers_cannot_work_with_is_refused(
     write_gguf(tmp_path / "tiny.gguf", "llama", tiny_family("llama"), metadata=keys)
     with pytest.raises(ModelLoadError, match="transformers refuses the config in its metadata"):
         convert_gguf(tmp_path / "tiny.gguf")
+
+
+def test_a_damaged_conversion_says_how_to_mend_it(cache: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", tiny_family("llama"))
+    weights = convert_gguf(path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelLoadError, match=r"made from .*tiny\.gguf: remove it, and it is made"):
+        load_model(str(path))
