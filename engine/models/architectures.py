@@ -120,6 +120,11 @@ def build_config(file: GGUFFile) -> PreTrainedConfig:
     architecture = architecture_of(file)
     keys = _Keys(file)
     values: dict[str, Any] = {field: keys.number(key) for field, key in _FIELDS.items()}
+    if values["num_hidden_layers"] > len(file.tensors):
+        # Before anything is made for each of what may be billions of layers.
+        raise _bad_tensor(
+            file, f"has {len(file.tensors)} tensors for {values['num_hidden_layers']:,} layers"
+        )
     num_heads = values["num_attention_heads"]
     head_dim = keys.number("attention.key_length", values["hidden_size"] // num_heads)
     if keys.number("rope.dimension_count", head_dim) != head_dim:

@@ -227,6 +227,14 @@ def test_metadata_that_transformers_cannot_work_with_is_refused(
         convert_gguf(tmp_path / "tiny.gguf")
 
 
+def test_a_damaged_number_of_layers_is_refused_at_once(cache: Path, tmp_path: Path) -> None:
+    write_gguf(
+        tmp_path / "tiny.gguf", "llama", tiny_family("llama"), metadata={"block_count": 2**31 + 2}
+    )
+    with pytest.raises(ModelLoadError, match=r"has 21 tensors for 2,147,483,650 layers"):
+        convert_gguf(tmp_path / "tiny.gguf")
+
+
 def test_a_damaged_conversion_says_how_to_mend_it(cache: Path, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, "llama", tiny_family("llama"))
