@@ -66,7 +66,7 @@ def read_examples(
                     continue
                 try:
                     examples = _examples_of(json.loads(line), tokenizer, end_ids)
-                except (ValueError, UsageError, InvalidRequest) as error:
+                except (ValueError, RecursionError, UsageError, InvalidRequest) as error:
                     raise UsageError(f"{path}, line {number}: {error}; {FORMS}") from error
                 for ids, learnt in examples:
                     yield Example(tuple(ids[:max_chat_tokens]), tuple(learnt[:max_chat_tokens]))
@@ -86,6 +86,7 @@ def _examples_of(
             _messages(record["conversations"], "from", "value"), tokenizer, end_ids
         )
     if isinstance(record.get("text"), str) and record["text"]:
+        _check_unicode(record["text"])
         ids = tokenizer(record["text"])["input_ids"]
         return [(ids, [True] * len(ids))]
     raise UsageError(f"has the keys {sorted(record)} but no chat and no text")
@@ -99,14 +100,20 @@ def _messages(turns: object, role_key: str, text_key: str) -> list[Message]:
         if not isinstance(turn, dict) or not {role_key, text_key} <= turn.keys():
             raise UsageError(f'message {index} is not {{"{role_key}", "{text_key}"}}')
         role, text = turn[role_key], turn[text_key]
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise UsageError(f"message {index} has {role_key} {role!r}; allowed: {list(ROLES)}")
         if not isinstance(text, str):
             raise UsageError(f"message {index} has a {text_key} that is no string")
+        _check_unicode(text)
         messages.append({"role": ROLES[role], "content": text})
     if all(message["role"] != "assistant" for message in messages):
         raise UsageError("the chat has no message of the assistant, so nothing to learn")
     return messages
+
+
+def _check_unicode(text: str) -> None:
+    """Raise ValueError for half a surrogate pair: JSON can spell it, and tokenizers cannot read it."""
+    text.encode()
 
 
 def tokenize_chat(

@@ -93,10 +93,10 @@ def load_heads(folder: Path, model: Any) -> HydraHeads:
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ModelLoadError(f"{folder}: damaged heads: {error}; train them again") from error
     _check_target(folder, record, config, tensors.pop(SKETCH, None), model)
-    heads = HydraHeads(config, TargetEnds.of(model))
     try:
+        heads = HydraHeads(config, TargetEnds.of(model))
         heads.load_state_dict(tensors)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ModelLoadError(f"{folder}: the tensors do not fit {CONFIG_FILE}: {error}") from error
     return heads.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
 
@@ -115,7 +115,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     try:
         record = json.loads(_read_bytes(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(
             f"{path}: is not JSON: {error}; copy or train the heads again"
         ) from error
@@ -169,7 +169,8 @@ def _check_target(
     folder: Path, record: Mapping[str, Any], config: HydraConfig, sketch: Tensor | None, model: Any
 ) -> None:
     text = model.config.get_text_config()
-    target = record.get("target", {})
+    target = record.get("target")
+    target = target if isinstance(target, dict) else {}
     trained = {
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
@@ -188,7 +189,8 @@ def _check_target(
     ]
     # bfloat16 rounds by 1/256 at most; the absolute part forgives what float16 flushes to zero.
     if not problems and (
-        sketch is None or not torch.allclose(sketch, target_sketch(model), rtol=1 / 64, atol=1e-5)
+        sketch is None
+        or not torch.allclose(sketch.float(), target_sketch(model), rtol=1 / 64, atol=1e-5)
     ):
         problems = ["the weights differ (embeddings of 64 sampled tokens)"]
     if problems:

@@ -78,6 +78,11 @@ def build_engine(
 def _num_blocks(model: PreTrainedModel, config: EngineConfig) -> int:
     one = block_bytes(model.config, config.block_size, model.dtype)
     num_blocks = (config.kv_cache_bytes or _default_cache_bytes(model.device)) // one
+    if config.kv_cache_bytes > (num_free := free_bytes(model.device)):
+        raise ModelLoadError(
+            f"kv_cache_bytes is {config.kv_cache_bytes:,}, and {num_free:,} bytes are free on "
+            f"{model.device}. Lower it, leave it out to take a quarter of that, or free memory"
+        )
     if num_blocks < 2:
         raise ModelLoadError(
             f"the KV cache would hold {num_blocks} blocks of {config.block_size} tokens; at least 2 are "

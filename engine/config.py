@@ -8,6 +8,9 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 MAX_NODES = 64
 """Nodes of a draft tree, the root included: an ancestor mask is one 64-bit word."""
 
+MAX_THREADS = 1024
+"""More than this torch's thread pool may fail to start, and then the process crashes."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -60,6 +63,11 @@ class EngineConfig:
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
+        if self.num_threads > MAX_THREADS:
+            raise ValueError(
+                f"num_threads is {self.num_threads}; at most {MAX_THREADS} are allowed, and more than "
+                "there are cores only slow it down"
+            )
         if self.max_batch_tokens <= self.max_running_requests:
             raise ValueError(
                 f"max_batch_tokens is {self.max_batch_tokens}; it must be more than "

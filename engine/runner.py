@@ -61,7 +61,7 @@ class ModelRunner:
     def warm_up(self, forward_input: ForwardInput) -> None:
         """Run once, and check that decoder plus `project` is what the model's own class computes.
 
-        A class may scale or bend its logits in ways that `project` does not know; such a model is
+        Weights that make NaN or infinite logits are refused, too. A class may scale or bend its logits in ways that `project` does not know; such a model is
         refused with ModelLoadError rather than served wrong.
         """
         ours = self.forward(forward_input).logits
@@ -72,6 +72,11 @@ class ModelRunner:
             logits_to_keep=forward_input.logit_rows,
             forward_input=forward_input,
         ).logits[0]
+        if not theirs.isfinite().all():
+            raise ModelLoadError(
+                "the model's logits are not finite: its weights hold NaN or infinity, or overflow "
+                f"{theirs.dtype}. Get its files anew, or choose a wider dtype"
+            )
         difference = (ours - theirs.float()).abs().max().item()
         if not difference <= 1e-3 * max(1.0, theirs.abs().max().item()):
             raise ModelLoadError(

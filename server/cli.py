@@ -6,6 +6,7 @@ that help and healthcheck do not wait for torch.
 
 import difflib
 import importlib
+import io
 import logging
 import os
 import sys
@@ -43,6 +44,9 @@ LEVELS = ("debug", "info", "warning", "error")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for what was asked wrongly or cannot start."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A model may say what an old terminal cannot show; that is no reason to stop.
+        sys.stdout.reconfigure(errors="replace")
     try:
         return _run(arguments)
     except HeadwayError as error:

@@ -1,6 +1,10 @@
 """The server's settings. Each docstring under a field is its help text on the command line."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+_MAX_INT = 2**31 - 1
+"""gRPC takes its numbers as C ints, times in milliseconds."""
+_MAX_SECONDS = _MAX_INT // 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +39,23 @@ class ServeConfig:
     """Clients are asked to reconnect after this time, so that they find new replicas; 0 never."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for settings that make no sense."""
-        least = {"default_max_new_tokens": 1, "max_prompt_bytes": 1, "max_message_bytes": 1024}
-        least |= {field.name: 0 for field in fields(self) if field.name.endswith("_seconds")}
-        least["keepalive_seconds"] = 1
-        for name, low in least.items():
-            if not getattr(self, name) >= low:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
-        for name, low in {"port": 0, "metrics_port": -1}.items():
-            if not low <= getattr(self, name) <= 65535:
-                raise ValueError(f"{name} is {getattr(self, name)}; {low} to 65535 are allowed")
+        """Raise ValueError for what gRPC or the system would take as something else, or crash on."""
+        if not self.host:
+            raise ValueError("host is empty; name an address, such as 127.0.0.1 or 0.0.0.0")
+        allowed = {
+            "port": (0, 65_535),
+            "metrics_port": (-1, 65_535),
+            "default_max_new_tokens": (1, _MAX_INT),
+            "max_prompt_bytes": (1, _MAX_INT),
+            "max_message_bytes": (1024, _MAX_INT),
+            "max_request_seconds": (0, _MAX_SECONDS),
+            "max_stall_seconds": (0, _MAX_SECONDS),
+            "drain_grace_seconds": (0, _MAX_SECONDS),
+            "drain_seconds": (0, _MAX_SECONDS),
+            "keepalive_seconds": (1, _MAX_SECONDS),
+            "max_connection_age_seconds": (0, _MAX_SECONDS),
+        }
+        for name, (low, high) in allowed.items():
+            value = getattr(self, name)
+            if not low <= value <= high:  # NaN is in no range
+                raise ValueError(f"{name} is {value}; {low} to {high} are allowed")

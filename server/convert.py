@@ -30,6 +30,8 @@ MAX_STOP_STRING_BYTES = 1024
 MAX_BAD_WORDS = 128  # each is two runs of tokens for the engine
 MAX_BAD_WORD_BYTES = 256
 MAX_ABORT_IDS = 1024
+MAX_PART_BYTES = 256 * 1024
+"""Of `sampling` and of `stopping`: beyond what their limits allow, and counted in no time."""
 
 Api = Literal["generate", "generate_stream", "score"]
 """The methods that give the engine work, by the names that metrics use."""
@@ -85,6 +87,11 @@ def check_prompt(request: PromptMessage, max_prompt_bytes: int) -> list[Violatio
 
 def check_generate(request: GenerateMessage, max_prompt_bytes: int) -> None:
     """Raise InvalidRequest with every size that is out of bounds, before anything is tokenised."""
+    # First, alone: to walk through millions of items would hold up every other call.
+    parts = {"sampling": request.sampling, "stopping": request.stopping}
+    for name, part in parts.items():
+        if found := _check_bytes(name, part.ByteSize(), MAX_PART_BYTES):
+            raise InvalidRequest(*found)
     stops, words = request.stopping.stop_strings, request.sampling.bad_words
     found = check_prompt(request, max_prompt_bytes)
     found += _check_bytes("request_id", len(request.request_id.encode()), MAX_REQUEST_ID_BYTES)
@@ -355,16 +362,15 @@ def field_paths(request: Message) -> dict[str, str]:
 
 
 def _check_chat(chat: pb.Chat, max_bytes: int) -> list[Violation]:
+    # First, alone: to walk through millions of messages would hold up every other call.
+    if found := _check_bytes("chat", chat.ByteSize(), max_bytes):
+        return found
     if not chat.messages:
         return [Violation("chat.messages", "is empty; a chat has at least one message.")]
-    found = []
-    for index, message in enumerate(chat.messages):
-        if not message.role:
-            found.append(
-                Violation(
-                    f"chat.messages[{index}].role", 'is empty; set "user", "assistant" or "system".'
-                )
-            )
+    nameless = next((i for i, message in enumerate(chat.messages) if not message.role), None)
+    if nameless is not None:
+        field = f"chat.messages[{nameless}].role"
+        found.append(Violation(field, 'is empty; set "user", "assistant" or "system".'))
     if chat.add_generation_prompt and chat.continue_final_message:
         found.append(
             Violation(
@@ -372,7 +378,7 @@ def _check_chat(chat: pb.Chat, max_bytes: int) -> list[Violation]:
                 "excludes add_generation_prompt: a message is continued or answered. Set one.",
             )
         )
-    return found + _check_bytes("chat", chat.ByteSize(), max_bytes)
+    return found
 
 
 def _check_bytes(field: str, num_bytes: int, limit: int) -> list[Violation]:

@@ -1,5 +1,6 @@
 """The plain HTTP port: /metrics for Prometheus, /healthz and /readyz for probes that speak no gRPC."""
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -10,6 +11,11 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from headway.server.health import Health
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 10.0
+"""How long a connection may say nothing: each holds a thread."""
 
 
 class MetricsServer:
@@ -61,6 +67,11 @@ def _answer(start_response: Callable[..., Any], is_well: bool) -> list[bytes]:
 
 class _ThreadedServer(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 128  # with 5, a burst of connections makes probes wait for seconds
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Keep clients that leave or say nothing from writing tracebacks to stderr."""
+        logger.debug("client=%s was not answered", client_address, exc_info=True)
 
 
 class _ThreadedServer6(_ThreadedServer):
@@ -68,5 +79,7 @@ class _ThreadedServer6(_ThreadedServer):
 
 
 class _SilentHandler(WSGIRequestHandler):
+    timeout = IDLE_SECONDS
+
     def log_message(self, format: str, *args: object) -> None:
         """Keep scrapes and probes out of the log."""

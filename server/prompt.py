@@ -7,6 +7,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
+from headway.engine.errors import InvalidRequest, Violation
 from headway.engine.models.tokenizer import render_chat
 from headway.protos import text_generation_pb2 as pb
 from headway.server.convert import PromptMessage
@@ -38,13 +39,18 @@ def read_bad_words(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, .
 def _render(tokenizer: Any, chat: pb.Chat) -> str:
     """Return the chat as the text that the model's template makes of it."""
     continued = chat.continue_final_message
+    try:
+        variables = json_format.MessageToDict(chat.template_kwargs)
+    except ValueError as error:  # a number that JSON does not have
+        message = f"cannot be read: {error}. Send finite numbers."
+        raise InvalidRequest(Violation("chat.template_kwargs", message)) from error
     opened = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not continued
     return render_chat(
         tokenizer,
         [{"role": message.role, "content": message.content} for message in chat.messages],
         add_generation_prompt=opened,
         continue_final_message=continued,
-        variables=json_format.MessageToDict(chat.template_kwargs),
+        variables=variables,
     )
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from headway.server.engine_door import ServedModel
 from headway.server.errors import DeadlinePassed
 from headway.server.live import LiveRequests
 from headway.server.metrics import Metrics
+from headway.server.tokenizer_thread import TokenizerThread
 
 T = TypeVar("T")
 
@@ -30,8 +30,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
         self._metrics = metrics
         self._model: ServedModel | None = None
         self._live: LiveRequests | None = None
-        # One thread: a tokenizer may not be used by two at once.
-        self._tokenizing = ThreadPoolExecutor(1, "tokenize")
+        self._tokenizing = TokenizerThread()
 
     def open(self, model: ServedModel) -> LiveRequests:
         """Begin to serve a model and return its live requests."""
@@ -41,7 +40,7 @@ class TextGeneration(pb_grpc.TextGenerationServicer):
 
     def close(self) -> None:
         """Let the tokenizer's thread end."""
-        self._tokenizing.shutdown(wait=False)
+        self._tokenizing.shutdown()
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         generation = await self._read_generate(request, context)

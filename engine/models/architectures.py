@@ -120,6 +120,11 @@ def build_config(file: GGUFFile) -> PreTrainedConfig:
     architecture = architecture_of(file)
     keys = _Keys(file)
     values: dict[str, Any] = {field: keys.number(key) for field, key in _FIELDS.items()}
+    if values["num_hidden_layers"] > len(file.tensors):
+        # Before anything is made for each of what may be billions of layers.
+        raise _bad_tensor(
+            file, f"has {len(file.tensors)} tensors for {values['num_hidden_layers']:,} layers"
+        )
     num_heads = values["num_attention_heads"]
     head_dim = keys.number("attention.key_length", values["hidden_size"] // num_heads)
     if keys.number("rope.dimension_count", head_dim) != head_dim:
@@ -147,11 +152,8 @@ def build_config(file: GGUFFile) -> PreTrainedConfig:
             eos_token_id=list(end_token_ids(file)) or None,
             **values,
         )
-    except (ValueError, TypeError) as error:
-        raise ModelLoadError(
-            f"{file.path}: transformers refuses the config in its metadata: {error}. Convert the "
-            "model anew, or give it as a Hugging Face folder."
-        ) from error
+    except Exception as error:  # transformers divides by what the metadata says
+        raise _refused(file, error) from error
 
 
 def end_token_ids(file: GGUFFile) -> tuple[int, ...]:
@@ -180,8 +182,11 @@ def match_tensors(file: GGUFFile, config: PreTrainedConfig) -> dict[str, str]:
             model's class has no place for.
     """
     names = gguf.get_tensor_name_map(architecture_of(file).tensor_names, config.num_hidden_layers)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers
+    except Exception as error:  # as above
+        raise _refused(file, error) from error
     expected = model.state_dict()
     if config.tie_word_embeddings:
         expected.pop("lm_head.weight", None)
@@ -331,6 +336,14 @@ def _gemma3(keys: _Keys, values: Mapping[str, Any]) -> dict[str, Any]:
             "sliding_attention": {"rope_type": "default", "rope_theta": float(local_theta)},
         },
     }
+
+
+def _refused(file: GGUFFile, error: Exception) -> ModelLoadError:
+    reason = " ".join(str(error).split()).rstrip(".")
+    return ModelLoadError(
+        f"{file.path}: transformers refuses the config in its metadata: {reason}. Convert the model "
+        "anew, or give it as a Hugging Face folder."
+    )
 
 
 def _bad_tensor(file: GGUFFile, problem: str) -> ModelLoadError:

@@ -64,11 +64,13 @@ def load_model(
     """
     path = resolve(name_or_path, progress)
     folder = convert_gguf(path, progress) if path.is_file() else path
-    config = _read_config(folder)
-    num_bytes = _num_weights(folder) * dtype.itemsize
+    with _advice_for(folder, path):
+        config = _read_config(folder)
+        num_bytes = _num_weights(folder) * dtype.itemsize
     _check_memory(folder, num_bytes, torch.device(device))
     progress("load", 0, num_bytes)
-    model = _read_model(folder, config, dtype, attention, torch.device(device))
+    with _advice_for(folder, path):
+        model = _read_model(folder, config, dtype, attention, torch.device(device))
     progress("load", num_bytes, num_bytes)
     return LoadedModel(
         name=name_or_path,
@@ -76,7 +78,7 @@ def load_model(
         model=model,
         config=model.config,
         vocab_size=config.get_text_config().vocab_size,
-        eos_token_ids=_eos_token_ids(model.generation_config, config),
+        eos_token_ids=_eos_token_ids(folder, model.generation_config, config),
     )
 
 
@@ -85,7 +87,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers divides by, looks up and imports what the file says
         raise ModelLoadError(
             f"{folder}/config.json cannot be used: {first_line(error)} Models that need code of "
             "their own cannot be loaded."
@@ -145,7 +147,7 @@ def _read_model(
                 ignore_mismatched_sizes=True,  # they are in the report, and refused below
             )
         model: PreTrainedModel = loaded[0].to(device)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
+    except Exception as error:  # as above, and what torch makes of sizes that fit no memory
         raise ModelLoadError(
             f"{folder} cannot be loaded with dtype {dtype} on {device}: {first_line(error)} Check "
             "its config.json, the device and the memory."
@@ -176,6 +178,19 @@ def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
 
 
 @contextmanager
+def _advice_for(folder: Path, path: Path) -> Iterator[None]:
+    """Tell how to mend a conversion: nobody downloaded it, and the cache would keep it as it is."""
+    try:
+        yield
+    except ModelLoadError as error:
+        if folder == path:
+            raise
+        raise ModelLoadError(
+            f"{error} The folder was made from {path}: remove it, and it is made anew."
+        ) from error
+
+
+@contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """Keep transformers' bars and advice off the terminal: the caller has its own progress."""
     log: Any = transformers.utils.logging  # its functions are not typed
@@ -191,11 +206,17 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _eos_token_ids(
-    generation: GenerationConfig | None, config: PreTrainedConfig
+    folder: Path, generation: GenerationConfig | None, config: PreTrainedConfig
 ) -> tuple[int, ...]:
     ids = generation.eos_token_id if generation else None
     if ids is None:
         ids = config.get_text_config().eos_token_id
     if ids is None:
         return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    found = tuple(ids) if isinstance(ids, list) else (ids,)
+    if not all(isinstance(token_id, int) for token_id in found):
+        raise ModelLoadError(
+            f"eos_token_id in {folder}/generation_config.json or config.json is {ids!r}; a token id or "
+            "a list of them is allowed. Correct it."
+        )
+    return found

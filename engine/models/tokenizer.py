@@ -39,7 +39,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers looks up what the files say without checking it
         raise ModelLoadError(
             f"{folder} has no tokenizer that can be read: {first_line(error)} Put the model's "
             "tokenizer.json and tokenizer_config.json beside its config.json."
@@ -112,7 +112,7 @@ def save_gguf_tokenizer(file: GGUFFile, folder: Path) -> None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
             str(file.path.parent), gguf_file=file.path.name, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # as above
         raise ModelLoadError(
             f"{file.path} has a tokenizer that cannot be read: {error}. Convert the model anew, or "
             "give it as a Hugging Face folder."

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf import json_format
 from rich.console import Console
 
+from headway.engine.errors import UsageError
 from headway.engine.request import tau
 from headway.protos import text_generation_pb2 as pb
 from headway.server.assembly import ModelSettings, assemble
@@ -106,8 +107,7 @@ class GenerateConfig:
 
 def generate(config: GenerateConfig) -> int:
     """Stream the answer to stdout and tell the figures on stderr."""
-    # echo and editors end what they write with a newline that nobody means as part of a message.
-    prompt = sys.stdin.read().removesuffix("\n") if config.prompt is None else config.prompt
+    prompt = _read_prompt(config)
     with ExitStack() as stack:
         server = config.server or stack.enter_context(_own_server(config))
         client = stack.enter_context(Client(server))
@@ -126,6 +126,19 @@ def generate(config: GenerateConfig) -> int:
     else:
         _print_answers(response, seconds)
     return 0
+
+
+def _read_prompt(config: GenerateConfig) -> str:
+    """Return the prompt of the command line or of stdin. UsageError for bytes that are no text."""
+    try:
+        # echo and editors end what they write with a newline that nobody means as part of a message.
+        prompt = sys.stdin.read().removesuffix("\n") if config.prompt is None else config.prompt
+        flags = (*config.stopping.stop_strings, *config.sampling.bad_words)
+        for text in (prompt, config.system or "", *flags):
+            text.encode()
+    except UnicodeError as error:
+        raise UsageError(f"the prompt or a flag is not UTF-8: {error}") from error
+    return prompt
 
 
 def client_options(config: GenerateConfig) -> dict[str, object]:

@@ -101,6 +101,10 @@ GOOD = json.dumps(chat("w10", "w20"))
         ('{"messages": [{"role": "tool", "content": "w9"}]}', "role 'tool'; allowed: .*'user'"),
         ('{"messages": [{"role": "user", "content": ["w9"]}]}', "content that is no string"),
         ('{"messages": [{"role": "user", "content": "w9"}]}', "no message of the assistant"),
+        ('{"messages": [{"role": [], "content": "w9"}]}', r"message 0 has role \[\]; allowed"),
+        ('{"text": "\\ud800"}', "line 2: 'utf-8' codec can't encode .* surrogates"),
+        ('{"messages": [{"role": "assistant", "content": "\\ud800"}]}', "line 2: .* surrogates"),
+        pytest.param("[" * 10_000, "line 2: maximum recursion depth", id="deep"),
         (json.dumps(chat("w9", "w9")).replace('"user"', '"system"'), "refuses .*: no system role"),
     ],
 )

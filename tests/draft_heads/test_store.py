@@ -93,6 +93,8 @@ def test_a_tuned_target_is_refused(folder: Path) -> None:
         ({"num_heads": 6}, "do not fit config.json"),
         ({"tree": [[0, 0]]}, "damaged heads: tree"),
         ({"weights_sha256": "0"}, "weights_sha256 differs"),
+        ({"num_heads": 1e9}, "do not fit config.json"),
+        ({"target": "tiny"}, "architecture None against LlamaForCausalLM"),
         ({"target": {}}, "architecture None against LlamaForCausalLM"),
     ],
 )

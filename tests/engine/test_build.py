@@ -70,3 +70,9 @@ def test_cache_size(
             build._num_blocks(model, config)
     else:
         assert build._num_blocks(model, config) == num_blocks
+
+
+def test_a_cache_that_no_memory_can_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "free_bytes", lambda device: 999_999)
+    with pytest.raises(ModelLoadError, match=r"kv_cache_bytes is 1,000,000, and 999,999 .* free"):
+        build._num_blocks(tiny_model(), EngineConfig(kv_cache_bytes=1_000_000))

@@ -12,6 +12,7 @@ from headway.engine.config import EngineConfig
         ("max_chunk_tokens", 0, "at least 1"),
         ("max_context_tokens", -1, "at least 0"),
         ("kv_cache_bytes", -1, "at least 0"),
+        ("num_threads", 100_000, "at most 1024"),
         ("max_draft_tokens", 64, "0 to 63"),
         ("max_batch_tokens", 32, r"more than max_running_requests \(32\)"),
     ],

@@ -1,4 +1,7 @@
-"""ServeConfig refuses settings that make no sense, by name."""
+"""ServeConfig refuses what would be taken as something else, or crash what it is given to."""
+
+import math
+import re
 
 import pytest
 
@@ -8,20 +11,30 @@ from headway.server.config import ServeConfig
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("port", 65536),
+        ("port", 70_000),  # gRPC would listen on 4464
         ("port", -1),
-        ("metrics_port", -2),
+        ("metrics_port", 70_000),
+        ("metrics_port", -5),
         ("default_max_new_tokens", 0),
         ("max_prompt_bytes", 0),
         ("max_message_bytes", 10),
-        ("drain_seconds", -0.5),
-        ("drain_grace_seconds", float("nan")),
-        ("keepalive_seconds", 0),
+        ("max_message_bytes", 2**31),
+        ("max_request_seconds", -1.0),
+        ("max_stall_seconds", math.nan),
+        ("drain_grace_seconds", -3.0),
+        ("drain_seconds", math.inf),
+        ("keepalive_seconds", 0.0),
+        ("max_connection_age_seconds", 1e18),
     ],
 )
-def test_a_setting_out_of_range_is_named(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"^{name} is "):
+def test_settings_out_of_range_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} is {re.escape(str(value))}; .* are allowed$"):
         ServeConfig(**{name: value})  # type: ignore[arg-type]
+
+
+def test_an_empty_host_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^host is empty; name an address"):
+        ServeConfig(host="")
 
 
 def test_ports_may_be_free_or_shut() -> None:

@@ -47,6 +47,18 @@ BAD_REQUESTS: list[tuple[str, Message, str]] = [
         ),
         "excludes",
     ),
+    # A million bad items are one short message, found without walking through them.
+    ("chat", pb.GenerateRequest(chat=pb.Chat.FromString(b"\n\0" * 501)), "1,002 bytes"),
+    (
+        "sampling",
+        pb.GenerateRequest(text="x", sampling={"allowed_token_ids": [-1] * 30_000}),
+        "300,004 bytes; at most 262,144",
+    ),
+    (
+        "stopping",
+        pb.GenerateRequest(text="x", stopping={"stop_token_ids": [1] * 262_144}),
+        "at most 262,144",
+    ),
     ("request_id", pb.GenerateRequest(text="x", request_id="i" * 200), "128"),
     ("n", pb.GenerateRequest(text="x", n=0), "1 to 16"),
     ("n", pb.GenerateRequest(text="x", n=-1), "is -1"),

@@ -1,5 +1,7 @@
 """Prompts to token ids, without a server around them."""
 
+import math
+
 import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
@@ -58,6 +60,13 @@ def test_model_without_a_template_says_so_at_the_chat() -> None:
     (violation,) = caught.value.violations
     assert violation.field == "chat"
     assert "no chat template" in violation.message
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_template_variables_that_json_does_not_have_are_refused(number: float) -> None:
+    request = pb.GenerateRequest(chat=pb.Chat(messages=TURNS, template_kwargs={"x": number}))
+    with pytest.raises(InvalidRequest, match=r"^chat\.template_kwargs: cannot be read: .* finite"):
+        read_prompt(byte_tokenizer(), request)
 
 
 def test_token_ids_are_taken_as_they_are() -> None:

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as Type
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from headway.engine.errors import ModelLoadError
 from headway.engine.models import convert
 from headway.engine.models.architectures import end_token_ids
 from headway.engine.models.convert import convert_gguf, converted_folder
@@ -215,3 +216,29 @@ def test_end_tokens_are_those_named_and_those_of_a_turn(cache: Path, tmp_path: P
     writer.write_tensors_to_file()
     writer.close()
     assert end_token_ids(open_gguf(path)) == (0, 1, 2)
+
+
+def test_metadata_that_transformers_cannot_work_with_is_refused(
+    cache: Path, tmp_path: Path
+) -> None:
+    keys = {"attention.head_count": 3, "attention.key_length": 64}  # 3 heads of 256 values
+    write_gguf(tmp_path / "tiny.gguf", "llama", tiny_family("llama"), metadata=keys)
+    with pytest.raises(ModelLoadError, match="transformers refuses the config in its metadata"):
+        convert_gguf(tmp_path / "tiny.gguf")
+
+
+def test_a_damaged_number_of_layers_is_refused_at_once(cache: Path, tmp_path: Path) -> None:
+    write_gguf(
+        tmp_path / "tiny.gguf", "llama", tiny_family("llama"), metadata={"block_count": 2**31 + 2}
+    )
+    with pytest.raises(ModelLoadError, match=r"has 21 tensors for 2,147,483,650 layers"):
+        convert_gguf(tmp_path / "tiny.gguf")
+
+
+def test_a_damaged_conversion_says_how_to_mend_it(cache: Path, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", tiny_family("llama"))
+    weights = convert_gguf(path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelLoadError, match=r"made from .*tiny\.gguf: remove it, and it is made"):
+        load_model(str(path))

@@ -125,6 +125,27 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         ),
         "config.json cannot be used",
     ),
+    # What transformers makes of these is no ValueError.
+    "heads of no size": (
+        lambda folder: _edit(folder / "config.json", num_attention_heads=0),
+        "config.json cannot be used",
+    ),
+    "heads that share nothing": (
+        lambda folder: _edit(folder / "config.json", num_key_value_heads=0),
+        "cannot be loaded with dtype",
+    ),
+    "a number as text": (
+        lambda folder: _edit(folder / "config.json", vocab_size="64"),
+        "config.json cannot be used: .*vocab_size",
+    ),
+    "a dtype that is none": (
+        lambda folder: _edit(folder / "config.json", dtype="float3"),
+        "config.json cannot be used: .*float3",
+    ),
+    "an end that is text": (
+        lambda folder: _edit(folder / "generation_config.json", eos_token_id="</s>"),
+        "eos_token_id in .* is '</s>'; a token id or a list",
+    ),
     "pickle": (_pickle, "no .safetensors file"),
     "cut short": (_bytes(lambda data: data[:-100]), "not a whole safetensors file"),
     "cut in the header": (_bytes(lambda data: data[:50]), "not a whole safetensors file"),

@@ -93,6 +93,14 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_tokenizer_config_of_another_shape_is_refused(tmp_path: Path) -> None:
+    from_gguf(tmp_path, "smollm").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ModelLoadError, match="no tokenizer that can be read"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_chat_becomes_the_templates_text(tmp_path: Path) -> None:
     tokenizer = from_gguf(tmp_path, "smollm", template=TEMPLATE)
     messages = [{"role": "user", "content": "hi"}]

@@ -118,6 +118,35 @@ def test_flags_reach_the_engine(address: str, capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out)["answers"][0]["token_ids"] == [70] * 4
 
 
+@pytest.mark.parametrize(
+    "flags", [["\udcff"], ["x", "--system=\udcff"], ["x", "--stop-strings=\udcff"]]
+)
+def test_bytes_that_are_no_text_are_refused(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "--server=127.0.0.1:1", *flags]) == 2
+    assert "a flag is not UTF-8: " in capsys.readouterr().err
+
+
+def test_stdin_that_is_no_text_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8"))
+    assert main(["generate", "--server=127.0.0.1:1"]) == 2
+    assert "is not UTF-8: " in capsys.readouterr().err
+
+
+def test_a_terminal_that_cannot_show_the_text_gets_what_it_can(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    flags = ["--logit-bias", "200", "100", "--max-new-tokens=2", "--temperature=0"]
+    assert main(["generate", "hello", "--server", address, *flags]) == 0
+    sys.stdout.flush()
+    assert written.getvalue() == b"??\n"
+
+
 def test_system_and_raw_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["generate", "hello", "--raw", "--system=x"])
