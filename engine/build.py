@@ -1,6 +1,5 @@
 """Puts an Engine together from a loaded model: device, type, threads, and how much cache fits."""
 
-import os
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -11,7 +10,7 @@ from headway.engine.config import EngineConfig
 from headway.engine.engine import Engine
 from headway.engine.errors import ModelLoadError
 from headway.engine.kv_cache import KVCache, block_bytes
-from headway.engine.memory import free_bytes
+from headway.engine.machine import free_bytes, usable_cores
 from headway.engine.runner import ModelRunner
 from headway.engine.stats import StepRecord
 from headway.engine.tree import Drafter
@@ -59,7 +58,7 @@ def build_engine(
     Raises ModelLoadError when the cache cannot hold a useful number of tokens or the model cannot be
     served right.
     """
-    torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.num_threads or usable_cores())
     num_blocks = _num_blocks(model, config)
     cache = KVCache(model.config, num_blocks, config.block_size, model.dtype, model.device)
     engine = Engine(

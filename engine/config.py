@@ -21,7 +21,7 @@ class EngineConfig:
     device: str = "auto"
     """Where the model runs: cpu, cuda, cuda:1; auto takes a GPU where there is one."""
     num_threads: int = 0
-    """CPU threads for the model; 0 uses every core."""
+    """CPU threads for the model; 0 takes every core that this process may use."""
     block_size: int = 16
     """Tokens in one block of the KV cache."""
     kv_cache_bytes: int = 0

@@ -61,8 +61,9 @@ class ModelRunner:
     def warm_up(self, forward_input: ForwardInput) -> None:
         """Run once, and check that decoder plus `project` is what the model's own class computes.
 
-        Weights that make NaN or infinite logits are refused, too. A class may scale or bend its logits in ways that `project` does not know; such a model is
-        refused with ModelLoadError rather than served wrong.
+        A class may scale or bend its logits in ways that `project` does not know, and weights may
+        make logits that are not finite. Such a model is refused with ModelLoadError rather than
+        served wrong.
         """
         ours = self.forward(forward_input).logits
         theirs = self.model(

@@ -23,7 +23,7 @@ class ServeConfig:
     """Tokens of an answer whose request does not say; the context may end it sooner."""
     max_prompt_bytes: int = 2**20
     """Longest prompt, as text or as sent; longer ones are refused before they are tokenised."""
-    max_message_bytes: int = 16 * 2**20
+    max_message_bytes: int = 4 * 2**20
     """Largest gRPC message that the server reads."""
     max_request_seconds: float = 600.0
     """Ends requests whose client sets no deadline; 0 lets them run."""

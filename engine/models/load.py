@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from headway.engine.errors import ModelLoadError, first_line
-from headway.engine.memory import free_bytes
+from headway.engine.machine import free_bytes
 from headway.engine.models.cache import Progress, no_progress
 from headway.engine.models.convert import convert_gguf
 from headway.engine.models.store import resolve
@@ -96,6 +96,11 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         raise ModelLoadError(
             f"{folder} holds a model of type {config.model_type!r}, which does not generate text. "
             "Give a causal language model, such as Llama, Qwen or Gemma 3."
+        )
+    if (num_layers := config.get_text_config().num_hidden_layers) < 1:
+        raise ModelLoadError(
+            f"num_hidden_layers in {folder}/config.json is {num_layers}; it must be at least 1. "
+            "Correct it."
         )
     return config
 
@@ -171,7 +176,13 @@ def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
             f"{folder} lacks {len(missing)} of the model's weights, among them {missing[:3]}. "
             "Download it again, and all of its .safetensors files."
         )
-    if unexpected := sorted(report["unexpected_keys"]):
+    unexpected = sorted(report["unexpected_keys"])
+    if layers := [name for name in unexpected if name.startswith("model.layers.")]:
+        raise ModelLoadError(
+            f"{folder} has {len(layers)} weights of layers for which its config.json has no place, "
+            f"among them {layers[:3]}. Take both from one place."
+        )
+    if unexpected:
         logger.warning(
             "weights without a place in the model: folder=%s keys=%s", folder, unexpected
         )

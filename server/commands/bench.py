@@ -1,7 +1,6 @@
 """`headway bench engine`: time per step, overhead, tokens/s and tau, without gRPC."""
 
 import json
-import os
 import platform
 import sys
 import time
@@ -16,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from headway.engine.errors import InvalidRequest, UsageError
+from headway.engine.machine import usable_cores
 from headway.engine.request import Request, SamplingParams, StoppingParams
 from headway.engine.stats import StepRecord
 from headway.engine.validation import check_request
@@ -193,7 +193,7 @@ def _record(
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {
             "platform": f"{platform.system()} {platform.machine()}",
-            "num_cores": os.cpu_count(),
+            "num_cores": usable_cores(),
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in ("torch", "transformers")},
         },

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headway.engine.memory import free_host_bytes
+from headway.engine.machine import free_host_bytes, usable_cores
 from headway.engine.models.cache import cache_folder
 from headway.engine.models.store import list_models
 
@@ -169,14 +169,15 @@ def _compiler() -> Finding:
 
 
 def _processor() -> Finding:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     values = {key.strip(): value.strip() for key, _, value in (x.partition(":") for x in lines)}
     flags = values.get("flags", values.get("Features", "")).split()
     sets = [name for name in INSTRUCTION_SETS if name in flags]
     name = values.get("model name", platform.processor() or platform.machine())
-    shown = f"{name}; {usable} cores usable; {' '.join(sets) or 'no known instruction sets'}"
+    shown = (
+        f"{name}; {usable_cores()} cores usable; {' '.join(sets) or 'no known instruction sets'}"
+    )
     if sets and platform.machine() == "x86_64" and "avx2" not in sets:
         return Finding("CPU", shown, "note", "without AVX2, slower kernels serve")
     return Finding("CPU", shown)

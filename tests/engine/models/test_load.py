@@ -163,6 +163,14 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: _edit(folder / "config.json", num_hidden_layers=3),
         "lacks 9 of the model's weights",
     ),
+    "config of fewer layers": (
+        lambda folder: _edit(folder / "config.json", num_hidden_layers=1),
+        "9 weights of layers for which its config.json has no place",
+    ),
+    "no layers": (
+        lambda folder: _edit(folder / "config.json", num_hidden_layers=-1),
+        "num_hidden_layers in .* is -1; it must be at least 1",
+    ),
 }
 
 

@@ -1,11 +1,11 @@
-"""How much memory is free, for weights and for the KV cache. Knows no models.
+"""What of this machine can be taken: cores and memory, within control groups. Knows no models.
 
-torch is imported where it is needed: `headway doctor` reads the host's memory where torch may be
-broken.
+torch is imported where it is needed: `headway doctor` reads the host where torch may be broken.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     import torch
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may keep busy: its affinity and its quota decide."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    quota = " ".join(_lines(_CGROUP / "cpu.max")).split()
+    if len(quota) == 2 and quota[0] != "max":
+        cores = min(cores, -(-int(quota[0]) // int(quota[1])))
+    return max(1, cores)
 
 
 def free_bytes(device: torch.device) -> int:
