@@ -40,7 +40,9 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 5
     """Abort, or a server that stopped."""
     FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 6
-    """The deadline of the call, or the server's own for calls without one."""
+    """The server's own limit, for calls without a deadline. A call whose deadline passes ends with
+    DEADLINE_EXCEEDED.
+    """
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 7
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
@@ -55,7 +57,9 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 4
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 5
 """Abort, or a server that stopped."""
 FINISH_REASON_DEADLINE: FinishReason.ValueType  # 6
-"""The deadline of the call, or the server's own for calls without one."""
+"""The server's own limit, for calls without a deadline. A call whose deadline passes ends with
+DEADLINE_EXCEEDED.
+"""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 7
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 

@@ -28,8 +28,14 @@ if _version_not_supported:
 class TextGenerationStub(object):
     """Text generation by the one model that a server holds.
 
-    Errors carry google.rpc details: BadRequest with one violation per bad field, ErrorInfo (domain
-    "headway"), RequestInfo, and RetryInfo where trying again may help.
+    Errors carry google.rpc details: ErrorInfo (domain "headway"), RequestInfo, and by status
+
+    INVALID_ARGUMENT    BadRequest, a violation per bad field; sizes are checked first, then values
+    NOT_FOUND           ResourceInfo: another model is served
+    RESOURCE_EXHAUSTED  RetryInfo: the queue is full, try again then
+    UNAVAILABLE         loading, draining or dead: another replica may serve
+    DEADLINE_EXCEEDED   the call's deadline passed
+    INTERNAL            a fault of the server; its log has the request's id
     """
 
     def __init__(self, channel):
@@ -83,8 +89,14 @@ class TextGenerationStub(object):
 class TextGenerationServicer(object):
     """Text generation by the one model that a server holds.
 
-    Errors carry google.rpc details: BadRequest with one violation per bad field, ErrorInfo (domain
-    "headway"), RequestInfo, and RetryInfo where trying again may help.
+    Errors carry google.rpc details: ErrorInfo (domain "headway"), RequestInfo, and by status
+
+    INVALID_ARGUMENT    BadRequest, a violation per bad field; sizes are checked first, then values
+    NOT_FOUND           ResourceInfo: another model is served
+    RESOURCE_EXHAUSTED  RetryInfo: the queue is full, try again then
+    UNAVAILABLE         loading, draining or dead: another replica may serve
+    DEADLINE_EXCEEDED   the call's deadline passed
+    INTERNAL            a fault of the server; its log has the request's id
     """
 
     def Generate(self, request, context):
@@ -197,8 +209,14 @@ def add_TextGenerationServicer_to_server(servicer, server):
 class TextGeneration(object):
     """Text generation by the one model that a server holds.
 
-    Errors carry google.rpc details: BadRequest with one violation per bad field, ErrorInfo (domain
-    "headway"), RequestInfo, and RetryInfo where trying again may help.
+    Errors carry google.rpc details: ErrorInfo (domain "headway"), RequestInfo, and by status
+
+    INVALID_ARGUMENT    BadRequest, a violation per bad field; sizes are checked first, then values
+    NOT_FOUND           ResourceInfo: another model is served
+    RESOURCE_EXHAUSTED  RetryInfo: the queue is full, try again then
+    UNAVAILABLE         loading, draining or dead: another replica may serve
+    DEADLINE_EXCEEDED   the call's deadline passed
+    INTERNAL            a fault of the server; its log has the request's id
     """
 
     @staticmethod

@@ -33,8 +33,14 @@ GRPC_VERSION: str
 class TextGenerationStub:
     """Text generation by the one model that a server holds.
 
-    Errors carry google.rpc details: BadRequest with one violation per bad field, ErrorInfo (domain
-    "headway"), RequestInfo, and RetryInfo where trying again may help.
+    Errors carry google.rpc details: ErrorInfo (domain "headway"), RequestInfo, and by status
+
+      INVALID_ARGUMENT    BadRequest, a violation per bad field; sizes are checked first, then values
+      NOT_FOUND           ResourceInfo: another model is served
+      RESOURCE_EXHAUSTED  RetryInfo: the queue is full, try again then
+      UNAVAILABLE         loading, draining or dead: another replica may serve
+      DEADLINE_EXCEEDED   the call's deadline passed
+      INTERNAL            a fault of the server; its log has the request's id
     """
 
     @_typing.overload
@@ -62,8 +68,14 @@ class TextGenerationStub:
 class TextGenerationAsyncStub(TextGenerationStub):
     """Text generation by the one model that a server holds.
 
-    Errors carry google.rpc details: BadRequest with one violation per bad field, ErrorInfo (domain
-    "headway"), RequestInfo, and RetryInfo where trying again may help.
+    Errors carry google.rpc details: ErrorInfo (domain "headway"), RequestInfo, and by status
+
+      INVALID_ARGUMENT    BadRequest, a violation per bad field; sizes are checked first, then values
+      NOT_FOUND           ResourceInfo: another model is served
+      RESOURCE_EXHAUSTED  RetryInfo: the queue is full, try again then
+      UNAVAILABLE         loading, draining or dead: another replica may serve
+      DEADLINE_EXCEEDED   the call's deadline passed
+      INTERNAL            a fault of the server; its log has the request's id
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -87,8 +99,14 @@ class TextGenerationAsyncStub(TextGenerationStub):
 class TextGenerationServicer(metaclass=_abc_1.ABCMeta):
     """Text generation by the one model that a server holds.
 
-    Errors carry google.rpc details: BadRequest with one violation per bad field, ErrorInfo (domain
-    "headway"), RequestInfo, and RetryInfo where trying again may help.
+    Errors carry google.rpc details: ErrorInfo (domain "headway"), RequestInfo, and by status
+
+      INVALID_ARGUMENT    BadRequest, a violation per bad field; sizes are checked first, then values
+      NOT_FOUND           ResourceInfo: another model is served
+      RESOURCE_EXHAUSTED  RetryInfo: the queue is full, try again then
+      UNAVAILABLE         loading, draining or dead: another replica may serve
+      DEADLINE_EXCEEDED   the call's deadline passed
+      INTERNAL            a fault of the server; its log has the request's id
     """
 
     @_abc_1.abstractmethod

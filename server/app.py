@@ -35,6 +35,7 @@ LoadModel = Callable[[Callable[[StepRecord], None]], ServedModel]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_OK, EXIT_FAILED = 0, 1
+LOAD_THREAD = "load"
 ABORT_SECONDS = 5.0
 """How long aborted requests get to tell their clients."""
 POLL_SECONDS = 0.02
@@ -220,7 +221,7 @@ def _on_daemon_thread(work: Callable[[], ServedModel]) -> asyncio.Future[ServedM
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, outcome)
 
-    threading.Thread(target=run, name="load", daemon=True).start()
+    threading.Thread(target=run, name=LOAD_THREAD, daemon=True).start()
     return future
 
 

@@ -37,6 +37,7 @@ class Client:
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.keepalive_time_ms", 30_000),
+                ("grpc.enable_http_proxy", int(not _is_loopback(target))),
             ],
         )
         self._stub = pb_grpc.TextGenerationStub(self._channel)
@@ -127,6 +128,11 @@ class Client:
         """Return the model's name and limits."""
         with _translated():
             return self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_seconds)
+
+
+def _is_loopback(target: str) -> bool:
+    """Whether a target is this machine, which no proxy of the environment can reach."""
+    return target.startswith(("127.", "localhost", "[::1]"))
 
 
 def _fill(request: Any, prompt: Prompt, options: Mapping[str, object]) -> None:

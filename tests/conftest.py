@@ -4,6 +4,8 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tests speak to loopback alone, which a proxy of the environment cannot reach.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -12,7 +12,9 @@ import grpc
 from google.protobuf import json_format
 from rich.console import Console
 
+from headway.engine.config import EngineConfig
 from headway.engine.errors import UsageError
+from headway.engine.models.store import DEFAULT_MODEL
 from headway.engine.request import tau
 from headway.protos import text_generation_pb2 as pb
 from headway.server.assembly import ModelSettings, assemble
@@ -103,6 +105,14 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         if self.raw and self.system is not None:
             raise ValueError("system is part of a chat and raw text is none; leave one of them out")
+        own = self.model
+        if self.server is not None and (
+            own.engine != EngineConfig() or own.heads or own.speculation not in ("auto", "off")
+        ):
+            raise ValueError(
+                "heads, engine settings and what drafts are the server's own; with --server leave them "
+                "out (--speculation off switches drafting off for the request)"
+            )
 
 
 def generate(config: GenerateConfig) -> int:
@@ -117,7 +127,10 @@ def generate(config: GenerateConfig) -> int:
         except grpc.RpcError as error:
             # A failed call is a Call too, which the types do not say.
             call: Any = error
-            print(f"headway: {server}: {call.code().name}: {call.details()}", file=sys.stderr)
+            hint = ""
+            if call.code() == grpc.StatusCode.UNAVAILABLE:
+                hint = f"; is `headway serve` running at {server}?"
+            print(f"headway: {server}: {call.code().name}: {call.details()}{hint}", file=sys.stderr)
             return 1
         seconds = time.perf_counter() - started
     if config.json:
@@ -152,6 +165,8 @@ def client_options(config: GenerateConfig) -> dict[str, object]:
         "enabled": config.model.speculation != "off",
         "max_draft_tokens": config.max_draft_tokens,
     }
+    if config.server is not None and config.model.model != DEFAULT_MODEL:
+        options["model"] = config.model.model
     return {name: value for name, value in options.items() if value is not None}
 
 

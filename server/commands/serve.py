@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -34,9 +36,18 @@ def serve(config: ServeCommandConfig) -> int:
     """Log the effective config, then serve until the end."""
     logger.info("config %s", " ".join(f"{name}={value!r}" for name, value in flat_items(config)))
 
+    console = Console(stderr=True)
+
     def load(observe_step: Callable[[StepRecord], None]) -> ServedModel:
-        with progress_bars(Console(stderr=True)) as report:
+        with progress_bars(console) as report:
             assembled = assemble(config.model, report)
         return make_served(assembled, observe_step)
 
-    return asyncio.run(app.serve(config.server, config.model.model, load))
+    status = asyncio.run(app.serve(config.server, config.model.model, load))
+    if any(thread.name == app.LOAD_THREAD for thread in threading.enumerate()):
+        # A signal came while the model loads. Python's own way out would take torch's threads from
+        # under that load, and the process would abort.
+        console.show_cursor()
+        logging.shutdown()
+        os._exit(status)
+    return status

@@ -194,3 +194,13 @@ def test_a_program_that_only_calls_loads_no_model_code() -> None:
     code = f"import sys, headway.server.client; sys.exit(sorted({heavy} & sys.modules.keys()) or 0)"
     environment = {**os.environ, "PYTHONPATH": ".src"}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment)
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.delenv("NO_PROXY")
+    with threaded() as server, Client(server.target) as client:
+        assert client.count_tokens("abc") == 3

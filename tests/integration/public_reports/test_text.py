@@ -370,9 +370,10 @@ async def test_drawn(recital: Recital, play: Play, mode: str) -> None:
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0])
 @pytest.mark.parametrize("mode", SPECULATION)
 async def test_row15_tgi_2997_suffix_drafts_with_quantised_weights(
-    mode: str, kind: GGMLQuantizationType, tmp_path: Path
+    mode: str, kind: GGMLQuantizationType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The truth is transformers' own `generate` on the same rounded weights, one prompt at a time."""
+    monkeypatch.setenv("HEADWAY_CACHE_DIR", str(tmp_path / "cache"))
     theirs = tiny_family("llama")
     write_gguf(tmp_path / "m.gguf", "llama", theirs, kind)
     prompts = [[5, 9, 20, 33, 5, 9, 20], [41, 7, 41, 7, 41], [12, 64, 3]]

@@ -170,3 +170,20 @@ def test_a_device_that_is_none(
 ) -> None:
     assert main(["generate", "hello", *tiny_flags, "--engine.device", device]) == 2
     assert capsys.readouterr().err.startswith("headway: ")
+
+
+@pytest.mark.parametrize(
+    "flags", [["--heads", "x"], ["--engine.block-size=8"], ["--speculation=suffix"]]
+)
+def test_what_only_the_server_decides_is_refused_beside_it(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "hello", "--server", "127.0.0.1:1", *flags])
+    assert stop.value.code == 2
+    assert "with --server leave them out" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "hello", "--server", "127.0.0.1:1"]) == 1
+    assert "is `headway serve` running at 127.0.0.1:1?" in capsys.readouterr().err
