@@ -80,7 +80,7 @@ def load_heads(folder: Path, model: Any) -> HydraHeads:
     Raises ModelLoadError where a file is missing, damaged or of another version, or where the heads
     were trained for another model.
     """
-    record = _read_record(folder)
+    record = read_record(folder)
     weights = _read_bytes(folder / WEIGHTS_FILE)
     if hashlib.sha256(weights).hexdigest() != record.get("weights_sha256"):
         raise ModelLoadError(
@@ -111,7 +111,8 @@ def _read_bytes(path: Path) -> bytes:
         ) from error
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> dict[str, Any]:
+    """Return what the folder's config.json holds. Raises ModelLoadError."""
     path = folder / CONFIG_FILE
     try:
         record = json.loads(_read_bytes(path))

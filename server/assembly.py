@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headway.draft_heads.drafter import HydraDrafter
-from headway.draft_heads.store import load_heads
+from headway.draft_heads.store import load_heads, read_record
 from headway.engine.build import build_engine, resolve_device, resolve_dtype
 from headway.engine.config import EngineConfig
 from headway.engine.engine import Engine
@@ -63,6 +63,8 @@ class Assembled:
 
 def assemble(settings: ModelSettings, progress: Progress = no_progress) -> Assembled:
     """Load the model and its tokenizer. Raises ModelLoadError."""
+    if settings.heads is not None:
+        read_record(settings.heads)  # before the model: a wrong path should not cost a load
     device = resolve_device(settings.engine)
     dtype = resolve_dtype(settings.engine)
     loaded = load_model(settings.model, dtype, device, attention=ATTENTION, progress=progress)
