@@ -38,7 +38,9 @@ def lines(measured: dict[str, Any]) -> Iterator[dict[str, Any]]:
     head = {
         "time": measured["time"],
         "commit": git("rev-parse", "--short", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "dirty": bool(
+            git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/bench/results")
+        ),
         "machine": {"cpu": cpu(), **measured["machine"]},
         "model": measured["model"],
         "dtype": measured["dtype"],
