@@ -50,13 +50,12 @@ class Engine:
         self.cache = cache
         self.eos_token_ids = tuple(eos_token_ids)
         self.limits = limits
-        self.config = config
+        self.config = config if drafter else replace(config, max_draft_tokens=0)
         self.drafter = drafter
-        if drafter is None:
-            config = replace(config, max_draft_tokens=0)
-        self.counters = EngineCounters(spec_accepted_lengths=[0] * (config.max_draft_tokens + 1))
+        num_lengths = self.config.max_draft_tokens + 1
+        self.counters = EngineCounters(spec_accepted_lengths=[0] * num_lengths)
         self.pool = BlockPool(cache.num_blocks, cache.block_size, config.prefix_cache)
-        self.scheduler = Scheduler(config, self.pool, self.counters)
+        self.scheduler = Scheduler(self.config, self.pool, self.counters)
         self._observe_step = observe_step
         self._sequences: dict[str, Sequence] = {}
 

@@ -447,3 +447,4 @@ def test_timing_and_snapshot() -> None:
     assert (snapshot.num_running, snapshot.num_waiting) == (1, 1)
     assert snapshot.num_queued_prompt_tokens == 7
     assert snapshot.num_active_blocks == 3  # none for drafts that nobody makes
+    assert (snapshot.info.drafter, snapshot.info.max_draft_tokens) == ("off", 0)
