@@ -29,6 +29,14 @@ def test_links_and_files_exist(path: Path) -> None:
         assert (path.parent / name).exists() or (ROOT / name).exists(), name
 
 
+@pytest.mark.parametrize("room", ["draft_heads", "engine", "kernels", "server"])
+def test_a_rooms_readme_names_its_modules_and_no_others(room: str) -> None:
+    named = set(re.findall(r"\b\w+\.py\b", (ROOT / room / "README.md").read_text()))
+    assert {path.name for path in (ROOT / room).glob("*.py")} <= named
+    known = {path.name for each in (*ROOMS, "tests") for path in (ROOT / each).rglob("*.py")}
+    assert named - {"x.py", "test_x.py"} <= known
+
+
 def test_every_command_is_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     assert not [name for name in COMMANDS if f"`{name}`" not in text]
