@@ -110,13 +110,13 @@ def _k_scales(raw: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _read_q4_k(raw: torch.Tensor) -> Blocks:
     """Of each 32 bytes, the low halves are one part's codes and the high ones the next part's."""
     scales, minimums = _k_scales(raw)
-    return Blocks(_nibbles(raw[:, 16:].unflatten(1, (4, 32))).view(-1, 8, 32), scales, minimums)
+    return Blocks(_nibbles(raw[:, 16:].reshape(-1, 4, 32)).view(-1, 8, 32), scales, minimums)
 
 
 def _read_q5_k(raw: torch.Tensor) -> Blocks:
     """As Q4_K; bit p of byte i of the 32 after the scales is the fifth bit of part p's code i."""
     scales, minimums = _k_scales(raw)
-    low = _nibbles(raw[:, 48:].unflatten(1, (4, 32))).view(-1, 8, 32)
+    low = _nibbles(raw[:, 48:].reshape(-1, 4, 32)).view(-1, 8, 32)
     parts = torch.arange(8, dtype=torch.uint8)[:, None]
     high = raw[:, None, 16:48] >> parts & 1
     return Blocks(low | high << 4, scales, minimums)
@@ -128,9 +128,9 @@ def _read_q6_k(raw: torch.Tensor) -> Blocks:
     Values 0-63 of a half have the low halves of its bytes, 64-127 the high ones; pair p holds the
     high bits of values 32p to 32p + 31. Then 16 signed scales and d.
     """
-    low = _nibbles(raw[:, :128].unflatten(1, (2, 64))).view(-1, 2, 4, 32)
+    low = _nibbles(raw[:, :128].reshape(-1, 2, 64)).view(-1, 2, 4, 32)
     pairs = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
-    high = raw[:, 128:192].unflatten(1, (2, 1, 32)) >> pairs & 3
+    high = raw[:, 128:192].reshape(-1, 2, 1, 32) >> pairs & 3
     scales = _float16(raw[:, 208:]).float() * raw[:, 192:208].view(torch.int8)
     return Blocks((low | high << 4).view(-1, 16, 16), scales, None)
 

@@ -57,7 +57,9 @@ def pack(matrix: torch.Tensor, format: FormatName) -> PackedWeight:
         part = F.pad(matrix[rows], (0, -num_inputs % block))
         if format == "f32" or format == "bf16":
             dtype = torch.float32 if format == "f32" else torch.bfloat16
-            write_words(weight, rows.start, part.to(dtype).contiguous().view(torch.int32)[..., None])
+            write_words(
+                weight, rows.start, part.to(dtype).contiguous().view(torch.int32)[..., None]
+            )
             continue
         values = part.float().view(len(part), -1, block)
         blocks = _round_q4_1(values) if format == "q4_1" else _round_q8(values)
@@ -65,7 +67,9 @@ def pack(matrix: torch.Tensor, format: FormatName) -> PackedWeight:
     return weight
 
 
-def unpack(weight: PackedWeight, first_panel: int = 0, num_panels: int | None = None) -> torch.Tensor:
+def unpack(
+    weight: PackedWeight, first_panel: int = 0, num_panels: int | None = None
+) -> torch.Tensor:
     """Return exactly the values of a weight, or of some of its panels: [rows, K] float32."""
     words, scales, minimums = _fields(weight)
     panels = slice(first_panel, None if num_panels is None else first_panel + num_panels)
@@ -165,7 +169,7 @@ def _by_panel(rows: torch.Tensor) -> torch.Tensor:
     room = -len(rows) % LANES
     if room:
         rows = torch.cat([rows, rows.new_zeros(room, *rows.shape[1:])])
-    return rows.unflatten(0, (-1, LANES))
+    return rows.reshape(-1, LANES, *rows.shape[1:])
 
 
 def _scale_type(weight: PackedWeight) -> torch.dtype:
@@ -184,7 +188,8 @@ def _fields(
     if form.has_minimum:
         minimums = weight.data[..., num_bytes : 2 * num_bytes].view(_scale_type(weight))
     first = num_bytes * (1 + form.has_minimum)
-    return weight.data[..., first:].view(torch.int32).unflatten(-1, (-1, LANES)), scales, minimums
+    words = weight.data[..., first:].view(torch.int32)
+    return words.view(*words.shape[:2], -1, LANES), scales, minimums
 
 
 def _values(
@@ -197,9 +202,9 @@ def _values(
     form = FORMATS[weight.format]
     if scales is None:
         dtype = torch.float32 if weight.format == "f32" else torch.bfloat16
-        values = words.contiguous().view(dtype).float()
+        values = words.clone(memory_format=torch.contiguous_format).view(dtype).float()
     else:
-        codes = words.contiguous().view(torch.uint8)
+        codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         if form.code_bits == 4:
             codes = torch.cat([codes & 15, codes >> 4], dim=-1)
         values = codes.float()
@@ -246,7 +251,9 @@ def _round_q4_1(values: torch.Tensor) -> Blocks:
         step = _divide((centred * values).mean(-1, keepdim=True), centred.square().mean(-1, True))
         step = _to_float16(step).float()
         minimum = _to_float16(mean - step * mean_code).float()
-        error = (_q4_1_codes(values, step, minimum) * step + minimum - values).square().sum(-1, True)
+        error = (
+            (_q4_1_codes(values, step, minimum) * step + minimum - values).square().sum(-1, True)
+        )
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best_step = torch.where(better, step, best_step)
