@@ -1,4 +1,4 @@
-"""Connects transformers' models to paged_attention through transformers' AttentionInterface.
+"""Connects transformers' models to headway::attention through transformers' AttentionInterface.
 
 The mask interface is left alone: transformers builds no mask for an implementation that has
 registered none, and ours are in ForwardInput.
@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface
 
 from headway.engine.batch import ForwardInput
-from headway.kernels.attention import paged_attention, write_kv
+from headway.kernels.ops import attention as attention_op
 
 ATTENTION = "headway"
 """The name to give as `attn_implementation`."""
@@ -33,25 +33,26 @@ def attention(
 
     query: [1, H, T, D]; key, value: [1, G, T, D], rotated. Returns [1, T, H, D].
     """
-    layer_index: Any = module.layer_idx
-    keys, values = forward_input.cache.layer(layer_index)
-    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, forward_input.slots)
-    output = paged_attention(
-        query[0].transpose(0, 1),
-        keys,
-        values,
-        block_tables=forward_input.block_tables,
-        block_size=forward_input.cache.block_size,
-        cu_lengths=forward_input.cu_lengths,
-        context_lengths=forward_input.context_lengths,
-        span_lengths=forward_input.span_lengths,
-        positions=forward_input.positions,
-        tree_masks=forward_input.tree_masks,
-        scale=scaling,
-        window=sliding_window,
-        softcap=softcap,
+    untyped: Any = module
+    output = attention_op(
+        query,
+        key,
+        value,
+        forward_input.cache.data,
+        forward_input.slots,
+        forward_input.block_tables,
+        forward_input.cu_lengths,
+        forward_input.context_lengths,
+        forward_input.span_lengths,
+        forward_input.positions,
+        forward_input.tree_masks,
+        untyped.layer_idx,
+        forward_input.cache.block_size,
+        scaling,
+        sliding_window,
+        softcap,
     )
-    return output[None], None
+    return output, None
 
 
 AttentionInterface.register(ATTENTION, attention)
