@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.engine.models.cache import cache_folder
+from headway.kernels.cache import cache_folder
 from headway.kernels.cpu.build import LEVELS, build
 from headway.kernels.cpu.library import Library, Team
 
@@ -17,7 +17,7 @@ def library(level: str) -> Library:
     """The library of a level, from the user's cache: what is compiled once serves later runs too."""
     if not shutil.which("g++"):
         pytest.skip("there is no C++ compiler")
-    return Library(build(level, cache_folder() / "kernels"))
+    return Library(build(level, cache_folder() / "kernels"), level)
 
 
 @pytest.fixture(
