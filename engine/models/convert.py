@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedConfig
 
 from headway.engine.models.architectures import build_config, match_tensors, read_parameter
-from headway.engine.models.cache import Progress, cache_folder, ensure_folder, no_progress
+from headway.engine.models.cache import Progress, ensure_folder, no_progress
 from headway.engine.models.gguf_file import GGUFFile, open_gguf
 from headway.engine.models.tokenizer import save_gguf_tokenizer
+from headway.kernels.cache import cache_folder
 
 # Part of the key: raise it when what is written changes, and old folders are not read any more.
 _FORMAT = 1

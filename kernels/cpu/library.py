@@ -5,7 +5,8 @@ Knows no kernel by name: what arguments a body takes is told by the library itse
 
 import ctypes
 import struct
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headway.kernels.cpu.levels import LevelName
+
 Argument = torch.Tensor | int | float | None
-"""A tensor stands for its address; None is a null pointer."""
+"""A tensor stands for its address, as does an int for a pointer; None is a null pointer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,51 +49,80 @@ def encode_word(kind: str, value: Argument) -> int:
     if kind == "d":
         assert isinstance(value, int | float)
         return int(struct.unpack("<q", struct.pack("<d", value))[0])
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr()
-    assert value is None or isinstance(value, int)
-    return value or 0
+    if kind == "p" and not isinstance(value, int):
+        assert value is None or isinstance(value, torch.Tensor)
+        return 0 if value is None else value.data_ptr()
+    assert isinstance(value, int)
+    return value
 
 
 class Library:
     """A shared library of kernel bodies."""
 
-    def __init__(self, path: Path) -> None:
-        dll = ctypes.CDLL(str(path))
-        self.dll = dll
-        for name in ("next_kernel", "kernel_body", "team_create"):
-            getattr(dll, f"headway_{name}").restype = ctypes.c_void_p
-        for name in ("kernel_name", "kernel_fields"):
-            getattr(dll, f"headway_{name}").restype = ctypes.c_char_p
-        self.kernels: dict[str, Kernel] = {}
-        handle = dll.headway_next_kernel(None)
-        while handle:
-            at = ctypes.c_void_p(handle)
-            fields = [field.split(":") for field in dll.headway_kernel_fields(at).decode().split()]
-            name = dll.headway_kernel_name(at).decode()
-            self.kernels[name] = Kernel(
-                name,
-                dll.headway_kernel_body(at),
-                tuple(field for field, _ in fields),
-                tuple(kind for _, kind in fields),
-            )
-            handle = dll.headway_next_kernel(at)
+    def __init__(self, path: Path, level: LevelName) -> None:
+        self.path = path
+        self.level = level
+        self.dll = _open(path)
+        self.kernels = {kernel.name: kernel for kernel in _kernels(self.dll)}
+
+
+_POINTER, _TEXT, _INT = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "next_kernel": (_POINTER, [_POINTER]),
+    "kernel_name": (_TEXT, [_POINTER]),
+    "kernel_fields": (_TEXT, [_POINTER]),
+    "kernel_body": (_POINTER, [_POINTER]),
+    "team_create": (_POINTER, [_INT, _INT]),
+    "team_run": (None, [_POINTER, _POINTER, ctypes.c_int64]),
+    "team_destroy": (None, [_POINTER]),
+}
+"""Result and arguments of the functions that team.cpp exports, each named headway_..."""
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    dll = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(dll, f"headway_{name}")
+        function.restype, function.argtypes = result, arguments
+    return dll
+
+
+def _kernels(dll: ctypes.CDLL) -> Iterator[Kernel]:
+    handle = dll.headway_next_kernel(None)
+    while handle:
+        pairs = [field.split(":") for field in dll.headway_kernel_fields(handle).decode().split()]
+        fields, kinds = zip(*pairs, strict=True)
+        name = dll.headway_kernel_name(handle).decode()
+        yield Kernel(name, dll.headway_kernel_body(handle), fields, kinds)
+        handle = dll.headway_next_kernel(handle)
 
 
 class Team:
-    """Threads that run instructions together. The calling thread is one of them; calls must not overlap."""
+    """Threads that run instructions together. The calling thread is one of them; calls must not overlap.
+
+    `pinned` ties each other thread to a core of its own. The caller's affinity is left alone, since
+    threads that it starts later would inherit it.
+    """
 
     def __init__(self, library: Library, num_threads: int, *, pinned: bool = False) -> None:
+        if num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}; a team has at least 1")
+        handle = library.dll.headway_team_create(num_threads, pinned)
+        if not handle:
+            raise OSError(f"{num_threads} threads cannot be started")
         self.library = library
         self.num_threads = num_threads
-        self._handle = ctypes.c_void_p(library.dll.headway_team_create(num_threads, int(pinned)))
+        self._handle = handle
+        self._end = weakref.finalize(self, library.dll.headway_team_destroy, handle)
+        # When the process ends the threads just go with it, whatever they are doing.
+        self._end.atexit = False
 
     def run(self, words: npt.NDArray[np.int64]) -> None:
         """Run instructions that lie one after another in `words`; the interpreter is free meanwhile."""
-        assert words.dtype == np.int64 and words.flags.c_contiguous
-        self.library.dll.headway_team_run(
-            self._handle, ctypes.c_void_p(words.ctypes.data), ctypes.c_int64(len(words))
-        )
+        assert words.dtype == np.int64
+        assert words.flags.c_contiguous
+        assert self._end.alive
+        self.library.dll.headway_team_run(self._handle, words.ctypes.data, len(words))
 
     def call(self, name: str, **arguments: Argument) -> None:
         """Run one kernel."""
@@ -101,7 +133,5 @@ class Team:
         self.run(np.array([word for each in instructions for word in each], dtype=np.int64))
 
     def close(self) -> None:
-        """End the threads."""
-        if self._handle:
-            self.library.dll.headway_team_destroy(self._handle)
-            self._handle = ctypes.c_void_p(None)
+        """End the threads; closing twice is no error."""
+        self._end()

@@ -5,18 +5,22 @@
 #include "team.h"
 
 #include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <climits>
-#include <thread>
+#include <new>
 #include <vector>
 
 namespace headway {
 namespace {
 
-constexpr int kSpins = 20000;  // of a pause instruction each: some 0.3 to 1 ms
+constexpr int64_t kSpinNanoseconds = 50'000;
+constexpr int kSpinsPerLook = 16;  // pauses between two looks at the clock
 
 const Registration* registrations = nullptr;
 
@@ -24,6 +28,12 @@ void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
+}
+
+int64_t nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
 }
 
 static_assert(sizeof(std::atomic<uint32_t>) == 4, "a futex is one 32-bit word");
@@ -47,13 +57,24 @@ struct Signal {
     }
 
     void wait_beyond(uint32_t seen) {
-        for (int spin = 0; spin < kSpins; ++spin) {
-            if (value.load(std::memory_order_acquire) != seen) return;
-            relax();
-        }
+        if (spin_beyond(seen)) return;
+        // Both sides are sequentially consistent: either the raiser sees a sleeper here, or this
+        // thread sees the raised value; so no wake-up is lost.
         sleepers.fetch_add(1, std::memory_order_seq_cst);
         while (value.load(std::memory_order_seq_cst) == seen) futex_wait(value, seen);
-        sleepers.fetch_sub(1, std::memory_order_seq_cst);
+        sleepers.fetch_sub(1, std::memory_order_relaxed);
+    }
+
+    bool spin_beyond(uint32_t seen) const {
+        int64_t end = 0;
+        for (int spin = 0;; ++spin) {
+            if (value.load(std::memory_order_acquire) != seen) return true;
+            relax();
+            if (spin % kSpinsPerLook) continue;
+            int64_t now = nanoseconds();
+            if (!end) end = now + kSpinNanoseconds;
+            if (now >= end) return false;
+        }
     }
 };
 
@@ -66,15 +87,18 @@ Registration::Registration(const char* name, const char* fields, Body body)
 
 class Team {
    public:
-    Team(int num_threads, bool pinned) : count_(num_threads), pinned_(pinned) {
-        for (int index = 1; index < num_threads; ++index)
-            workers_.emplace_back([this, index] { work(index); });
+    // Null if the threads cannot be started.
+    static Team* start(int num_threads, bool pinned) {
+        Team* team = new (std::nothrow) Team(num_threads, pinned);
+        if (!team || team->start_workers()) return team;
+        delete team;
+        return nullptr;
     }
 
     ~Team() {
         words_ = nullptr;
         start_.raise();
-        for (auto& worker : workers_) worker.join();
+        for (const Worker& worker : workers_) pthread_join(worker.thread, nullptr);
     }
 
     // The calling thread works as thread 0.
@@ -100,21 +124,50 @@ class Team {
     int64_t take(int64_t grain) { return taken_.fetch_add(grain, std::memory_order_relaxed); }
 
    private:
-    void work(int index) {
-        if (pinned_) pin(index);
+    struct Worker {
+        Team* team;
+        int index;
+        pthread_t thread;
+    };
+
+    Team(int num_threads, bool pinned) : count_(num_threads), pinned_(pinned) {}
+
+    bool start_workers() {
+        // Signals are the interpreter's business: they go to threads that can act on them.
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        workers_.reserve(count_ - 1);  // so that workers stay where they are
+        bool started = true;
+        for (int index = 1; index < count_ && started; ++index) {
+            workers_.push_back({this, index, {}});
+            Worker& worker = workers_.back();
+            started = !pthread_create(&worker.thread, nullptr, work, &worker);
+            if (!started) workers_.pop_back();
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        return started;
+    }
+
+    static void* work(void* worker) {
+        auto& [team, index, thread] = *static_cast<Worker*>(worker);
+        if (team->pinned_) pin(index);
         for (uint32_t seen = 0;; ++seen) {
-            start_.wait_beyond(seen);
-            if (!words_) return;
-            execute(index);
+            team->start_.wait_beyond(seen);
+            if (!team->words_) return nullptr;
+            team->execute(index);
         }
     }
 
     // Instructions lie one after another: body, number of argument words, argument words.
     void execute(int index) {
-        // Copies: past the last barrier the caller may already be setting up the next run.
+        Thread thread(*this, index, count_);
         const int64_t *at = words_, *end = at + num_words_;
-        for (Thread thread(*this, index, count_); at < end; at += 2 + at[1]) {
-            reinterpret_cast<Body>(at[0])(at + 2, thread);
+        while (at < end) {
+            const int64_t* instruction = at;
+            // Moved on before the barrier: past the last one the caller may free the words.
+            at += 2 + at[1];
+            reinterpret_cast<Body>(instruction[0])(instruction + 2, thread);
             barrier();
         }
     }
@@ -140,7 +193,7 @@ class Team {
     Signal start_, done_;
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int64_t> taken_{0};
-    std::vector<std::thread> workers_;
+    std::vector<Worker> workers_;
 };
 
 void Thread::barrier() { team_.barrier(); }
@@ -151,7 +204,7 @@ int64_t Thread::take(int64_t grain) { return team_.take(grain); }
 extern "C" {
 
 void* headway_team_create(int num_threads, int pinned) {
-    return new headway::Team(num_threads, pinned != 0);
+    return headway::Team::start(num_threads, pinned != 0);
 }
 
 void headway_team_destroy(void* team) { delete static_cast<headway::Team*>(team); }

@@ -19,8 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from headway.engine.machine import free_host_bytes, usable_cores
-from headway.engine.models.cache import cache_folder
 from headway.engine.models.store import list_models
+from headway.kernels.cache import cache_folder
 
 Verdict = Literal["ok", "note", "broken"]
 STYLES = {"ok": "green", "note": "yellow", "broken": "bold red"}

