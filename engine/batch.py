@@ -1,4 +1,4 @@
-"""Batch, what the scheduler chose for a step, and ForwardInput, the tensors made from it."""
+"""Batch, what the scheduler chose for a step; ForwardInput, made from it; ForwardOutput, what comes back."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from headway.engine.kv_cache import KVCache
+from headway.engine.logits import takes_likeliest
 from headway.engine.sequence import Sequence
 from headway.engine.tree import DraftTree
 
@@ -80,7 +81,28 @@ class ForwardInput(NamedTuple):
     """[S, P] int32, padded with 0."""
     logit_rows: torch.Tensor
     """[R] int64: every node of every tree, in order."""
+    needs_logits: bool
+    """Whether some sequence of the step needs more than the likeliest token of its rows."""
     cache: KVCache
+
+
+class ForwardOutput(NamedTuple):
+    """What the model's pass gives. T rows, R rows that sample (ForwardInput.logit_rows)."""
+
+    best_ids: torch.Tensor
+    """[R] int64: the likeliest token, the lowest id among equals."""
+    best_values: torch.Tensor
+    """[R] float32: its logit; NaN or infinite where the row is unusable."""
+    logits: torch.Tensor | None
+    """[R, vocabulary] float32; may be None where the input does not need them."""
+    hidden: torch.Tensor
+    """[T, hidden size]: last hidden states, after the model's final norm."""
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, hidden: torch.Tensor) -> "ForwardOutput":
+        """Find the likeliest token of each row of logits [R, vocabulary]."""
+        best = logits.max(-1)  # the first of equals; three times faster than argmax on a CPU
+        return cls(best.indices, best.values, logits, hidden)
 
 
 def build_input(batch: Batch, trees: Seq[DraftTree], cache: KVCache) -> ForwardInput:
@@ -122,8 +144,14 @@ def build_input(batch: Batch, trees: Seq[DraftTree], cache: KVCache) -> ForwardI
         span_lengths=tensor([part.span for part in batch.parts], torch.int32),
         block_tables=_block_tables(sequences, cache.data.device),
         logit_rows=tensor(logit_rows),
+        needs_logits=any(needs_logits(sequence) for sequence in batch.sequences),
         cache=cache,
     )
+
+
+def needs_logits(sequence: Sequence) -> bool:
+    """Whether the next tokens of a sequence take more than the likeliest token of each row."""
+    return sequence.request.num_logprobs is not None or not takes_likeliest(sequence)
 
 
 def slot_range(sequence: Sequence, start: int, end: int, block_size: int) -> list[int]:

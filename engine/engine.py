@@ -98,7 +98,7 @@ class Engine:
         watch.lap("schedule")
         result = self.runner.forward(forward_input)
         watch.lap("model")
-        accepted = accept(batch.sequences, trees, result.logits, self.eos_token_ids)
+        accepted = accept(batch.sequences, trees, result, self.eos_token_ids)
         self.cache.move(self._moves(batch, accepted))
         watch.lap("accept")
         outputs = self._commit(batch, trees, accepted, result.hidden)

@@ -80,6 +80,11 @@ def is_plain(context: Context) -> bool:
     )
 
 
+def takes_likeliest(sequence: Sequence) -> bool:
+    """Whether every token to come is the likeliest of its row, so that accept asks for no more."""
+    return sequence.request.sampling.temperature == 0 and is_plain(Context(sequence))
+
+
 def process(logits: torch.Tensor, context: Context, eos_token_ids: Collection[int] = ()) -> Law:
     """Apply everything the request asks for to one row of logits: [V] float, which is left as it is.
 

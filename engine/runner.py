@@ -1,22 +1,13 @@
 """ModelRunner: one pass of a transformers model over a ForwardInput. Knows no requests."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from headway.engine.batch import ForwardInput
+from headway.engine.batch import ForwardInput, ForwardOutput
 from headway.engine.errors import ModelLoadError
-
-
-class ForwardOutput(NamedTuple):
-    """T rows, R rows with logits."""
-
-    logits: torch.Tensor
-    """[R, vocabulary] float32, of ForwardInput.logit_rows."""
-    hidden: torch.Tensor
-    """[T, hidden size]: last hidden states, after the model's final norm."""
 
 
 def output_projection(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -50,7 +41,7 @@ class ModelRunner:
             use_cache=False,
             forward_input=forward_input,
         ).last_hidden_state[0]
-        return ForwardOutput(self.project(hidden[forward_input.logit_rows]), hidden)
+        return ForwardOutput.of(self.project(hidden[forward_input.logit_rows]), hidden)
 
     @torch.inference_mode()
     def project(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,15 @@ Plain decoding is accepting a tree of one node. Knows logits and tokens, not mod
 R rows (the nodes of all trees), V vocabulary, n tokens.
 """
 
+import math
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
 
-from headway.engine.logits import Context, is_plain, process
+from headway.engine.batch import ForwardOutput
+from headway.engine.logits import Context, is_plain, process, takes_likeliest
 from headway.engine.noise import gumbel, gumbel_at
 from headway.engine.request import TokenLogprobs
 from headway.engine.sequence import Sequence
@@ -46,31 +48,30 @@ class Accepted:
 def accept(
     sequences: Seq[Sequence],
     trees: Seq[DraftTree],
-    logits: torch.Tensor,
+    output: ForwardOutput,
     eos_token_ids: Collection[int] = (),
 ) -> list[Accepted]:
     """Walk each tree from its root to the child that holds the token drawn there, while there is one.
 
-    logits: [R, V] float, a row for each node, tree after tree. The token after a node is
+    output: R rows, one for each node, tree after tree. The token after a node is
     argmax_v [log p(v) + G(seed, position, v)], p the law of engine/logits.py and G the noise of
     engine/noise.py: what plain sampling draws, so drafts change the number of steps and nothing
     else. At temperature 0 there is no noise. Equals go to the lowest id. eos_token_ids cannot be
     drawn before min_new_tokens; text after an end is the caller's to cut.
     """
-    walks = list(_walks(sequences, trees, logits))
-    if all(walk.is_greedy for walk in walks):
-        likeliest = _likeliest(logits)
-        for walk in walks:
-            while walk.advance(likeliest[walk.row]):
-                pass
-    else:
-        moving = walks
-        while moving:
-            drawn = _draw(logits, moving, eos_token_ids)
-            moving = [
-                walk for walk, token in zip(moving, drawn, strict=True) if walk.advance(token)
-            ]
-    return [walk.accepted(logits) for walk in walks]
+    walks = list(_walks(sequences, trees, len(output.best_ids)))
+    likeliest = _usable(output.best_ids, output.best_values)
+    moving = []
+    for walk in walks:
+        if not walk.takes_likeliest:
+            moving.append(walk)
+            continue
+        while walk.advance(likeliest[walk.row]):
+            pass
+    while moving:
+        drawn = _draw(_stored(output), moving, eos_token_ids)
+        moving = [walk for walk, token in zip(moving, drawn, strict=True) if walk.advance(token)]
+    return [walk.accepted(output) for walk in walks]
 
 
 def prompt_logprobs(
@@ -102,9 +103,9 @@ class _Walk:
         return Context(self._sequence, tuple(self._token_ids))
 
     @property
-    def is_greedy(self) -> bool:
+    def takes_likeliest(self) -> bool:
         """Whether every token on the way is the likeliest of its row as it is."""
-        return self.context.params.temperature == 0 and is_plain(self.context)
+        return takes_likeliest(self._sequence)
 
     @property
     def row(self) -> int:
@@ -121,31 +122,34 @@ class _Walk:
             self._path.append(child)
         return child is not None
 
-    def accepted(self, logits: torch.Tensor) -> Accepted:
+    def accepted(self, output: ForwardOutput) -> Accepted:
         token_ids = tuple(self._token_ids)
         num_top = self._sequence.request.num_logprobs
         logprobs: list[TokenLogprobs] = []
         if num_top is not None and token_ids:
             rows = [self._first_row + node for node in self._path[: len(token_ids)]]
-            logprobs = _token_logprobs(logits[rows], token_ids, num_top)
+            logprobs = _token_logprobs(_stored(output)[rows], token_ids, num_top)
         return Accepted(tuple(self._path), token_ids, tuple(logprobs), self._error)
 
 
-def _walks(
-    sequences: Seq[Sequence], trees: Seq[DraftTree], logits: torch.Tensor
-) -> Iterator[_Walk]:
+def _walks(sequences: Seq[Sequence], trees: Seq[DraftTree], num_rows: int) -> Iterator[_Walk]:
     first_row = 0
     for sequence, tree in zip(sequences, trees, strict=True):
         yield _Walk(sequence, tree, first_row)
         first_row += len(tree.token_ids)
-    assert first_row == len(logits), f"{first_row} nodes, but logits of {len(logits)}"
+    assert first_row == num_rows, f"{first_row} nodes, but logits of {num_rows}"
 
 
-def _likeliest(logits: torch.Tensor) -> list[int | None]:
-    """[R, V] -> the best token of each row, None where it is not a finite number."""
-    best = logits.max(-1)  # the first of equals; three times faster than argmax on a CPU
-    usable = best.values.isfinite().tolist()
-    return [i if ok else None for i, ok in zip(best.indices.tolist(), usable, strict=True)]
+def _stored(output: ForwardOutput) -> torch.Tensor:
+    """The logits [R, V] of a step that needs them; batch.needs_logits says which do."""
+    assert output.logits is not None, "the step needs logits that were not computed"
+    return output.logits
+
+
+def _usable(ids: torch.Tensor, values: torch.Tensor) -> list[int | None]:
+    """[R] ids and their logits -> the ids, None where the logit is not a finite number."""
+    pairs = zip(ids.tolist(), values.tolist(), strict=True)
+    return [i if math.isfinite(value) else None for i, value in pairs]
 
 
 def _draw(
@@ -180,7 +184,8 @@ def _draw_plain(logits: torch.Tensor, contexts: Seq[Context]) -> list[int | None
         noise = gumbel(seeds, positions, logits.shape[-1], logits.device)
         for row, row_noise in zip(rows, noise, strict=True):
             scores[row].add_(row_noise)
-    return _likeliest(scores)
+    best = scores.max(-1)  # the first of equals
+    return _usable(best.indices, best.values)
 
 
 def _draw_shaped(

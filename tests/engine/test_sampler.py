@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
+from headway.engine.batch import ForwardOutput, needs_logits
 from headway.engine.request import SamplingParams, TokenLogprobs
 from headway.engine.sampler import Accepted, accept, prompt_logprobs
 from headway.engine.sequence import Sequence
@@ -31,10 +32,14 @@ def logits_of(sequence: Sequence, tree: DraftTree) -> torch.Tensor:
     return torch.stack([model(sequence.tokens + tree.branch(node)) for node in nodes])
 
 
+def output_of(logits: torch.Tensor) -> ForwardOutput:
+    return ForwardOutput.of(logits, torch.empty(0))
+
+
 def step(sequences: list[Sequence], trees: list[DraftTree]) -> list[Accepted]:
     pairs = zip(sequences, trees, strict=True)
     logits = torch.cat([logits_of(sequence, tree) for sequence, tree in pairs])
-    return accept(sequences, trees, logits, EOS)
+    return accept(sequences, trees, output_of(logits), EOS)
 
 
 def plain(sequence: Sequence, num_tokens: int) -> list[int]:
@@ -148,7 +153,7 @@ def drawn_at_root(sampling: SamplingParams, tree: DraftTree, num_draws: int) -> 
         sequence_of([1, 2], sampling=replace(sampling, seed=seed)) for seed in range(num_draws)
     ]
     logits = logits_of(sequences[0], tree).repeat(num_draws, 1)
-    accepted = accept(sequences, [tree] * num_draws, logits)
+    accepted = accept(sequences, [tree] * num_draws, output_of(logits))
     return torch.tensor([one.token_ids[0] for one in accepted])
 
 
@@ -183,7 +188,7 @@ def test_the_histogram_along_the_positions_of_one_seed_is_the_target_law() -> No
     sequence = sequence_of([1], sampling=SamplingParams(seed=3))
     tree = DraftTree.chain(0, [1] * 4)
     while sequence.num_generated < 5000:
-        [accepted] = accept([sequence], [tree], row.expand(5, -1))
+        [accepted] = accept([sequence], [tree], output_of(row.expand(5, -1)))
         grow(sequence, accepted.token_ids)
     answer = torch.tensor(sequence.tokens[1:])
     p = row.double().softmax(0)
@@ -208,7 +213,7 @@ def test_greedy_takes_the_lowest_of_equals(dtype: torch.dtype, fields: dict[str,
     logits = torch.zeros(1, 997, dtype=dtype)
     logits[0, [400, 31, 996]] = 5.0
     sequence = sequence_of([1], sampling=SamplingParams(temperature=0.0, **fields))
-    [accepted] = accept([sequence], [DraftTree.root_only(1)], logits)
+    [accepted] = accept([sequence], [DraftTree.root_only(1)], output_of(logits))
     assert accepted.token_ids == (31,)
 
 
@@ -272,7 +277,7 @@ def test_an_unusable_row_ends_its_own_request_alone(bad: float, fields: dict[str
     trees = [DraftTree.chain(4, future[:2])] * 3
     logits = torch.cat([logits_of(sequences[0], trees[0])] * 3)
     logits[4, 5] = bad  # node 1 of the second tree
-    first, second, third = accept(sequences, trees, logits)
+    first, second, third = accept(sequences, trees, output_of(logits))
     assert first == third
     assert list(first.token_ids) == future
     assert not first.error
@@ -285,16 +290,47 @@ def test_an_unusable_row_ends_its_own_request_alone(bad: float, fields: dict[str
 
 def test_minus_infinity_is_a_usable_logit() -> None:
     logits = torch.full((1, VOCAB_SIZE), -torch.inf)
-    [accepted] = accept([sequence_of([1])], [DraftTree.root_only(1)], logits)
+    [accepted] = accept([sequence_of([1])], [DraftTree.root_only(1)], output_of(logits))
     assert accepted.error
     logits[0, 6] = -3.0
     for sampling in ({}, {"top_p": 0.9, "typical_p": 0.9, "top_k": 4, "min_p": 0.1}):
         sequence = sequence_of([1], sampling=SamplingParams(**sampling), num_logprobs=1)
-        [accepted] = accept([sequence], [DraftTree.root_only(1)], logits)
+        [accepted] = accept([sequence], [DraftTree.root_only(1)], output_of(logits))
         assert accepted.token_ids == (6,)
         assert accepted.logprobs == (TokenLogprobs(6, 0.0, 1, ((6, 0.0),)),)
 
 
 def test_rows_must_match_the_trees() -> None:
     with pytest.raises(AssertionError, match="3 nodes, but logits of 2"):
-        accept([sequence_of([1])], [DraftTree.chain(1, [2, 3])], torch.zeros(2, VOCAB_SIZE))
+        accept(
+            [sequence_of([1])], [DraftTree.chain(1, [2, 3])], output_of(torch.zeros(2, VOCAB_SIZE))
+        )
+
+
+@pytest.mark.parametrize(
+    ("sampling", "asked", "needed"),
+    [
+        ({}, {}, False),
+        ({"top_k": 5}, {}, False),  # keeps the likeliest
+        ({"temperature": 0.5}, {}, True),
+        ({"logit_bias": {3: 1.0}}, {}, True),
+        ({"frequency_penalty": 0.1}, {}, True),
+        ({}, {"num_logprobs": 0}, True),
+        ({}, {"min_new_tokens": 1}, True),
+    ],
+)
+def test_a_step_that_needs_no_logits_does_without(
+    sampling: dict[str, object], asked: dict[str, int], needed: bool
+) -> None:
+    params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    sequence = sequence_of([1, 4], sampling=params, **asked)
+    assert needs_logits(sequence) == needed
+    tree = DraftTree.chain(4, plain(sequence_of([1, 4], sampling=params), 3)[:2])
+    output = output_of(logits_of(sequence, tree))
+    stored = accept([sequence], [tree], output, EOS)
+    without = output._replace(logits=None)
+    if needed:
+        with pytest.raises(AssertionError, match="logits that were not computed"):
+            accept([sequence], [tree], without, EOS)
+    else:
+        assert accept([sequence], [tree], without, EOS) == stored
