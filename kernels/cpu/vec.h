@@ -7,6 +7,7 @@
 #if defined(__GNUC__) && !defined(__clang__)
 // gcc's own intrinsics pass an undefined register on purpose, and gcc 12 warns of it (bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
 
