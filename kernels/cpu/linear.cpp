@@ -1,0 +1,160 @@
+// quantise_rows and linear: see kernels/linear.py for the contracts.
+#include "linear.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "math.h"
+#include "team.h"
+
+namespace headway {
+namespace {
+
+struct QuantiseRows {
+    const float* x;
+    int64_t x_stride;
+    const int64_t* index;
+    int64_t num_rows, num_inputs;
+    char* out;
+    int64_t out_stride;
+};
+
+// The block's scale; NaN where an input is, so that the outputs are too.
+float block_scale(Floats a, Floats b) {
+    float scale = max_lanes(max(abs(a), abs(b))) / 127.0f;
+    bool has_nan = bits_of((a <= a) & (b <= b)) != 0xffff;
+    return has_nan ? std::numeric_limits<float>::quiet_NaN() : scale;
+}
+
+void quantise_block(const float* x, int64_t num_inputs, int64_t block, const RowLayout& layout,
+                    char* out) {
+    int64_t left = num_inputs - block * kBlock;
+    Floats a = load(x + block * kBlock, first_lanes(std::min<int64_t>(left, kLanes)));
+    Floats b = zeros();
+    if (left > kLanes)
+        b = load(x + block * kBlock + kLanes, first_lanes(std::min<int64_t>(left - kLanes, kLanes)));
+    float scale = block_scale(a, b);
+    auto code = [scale](Floats value) {
+        if (scale == 0.0f) return splat(0);
+        // A step that is no normal number is coarse: a quotient can pass 127.
+        Floats quotient = value / splat(scale);
+        return to_ints(min(splat(127.0f), max(splat(-127.0f), quotient)));
+    };
+    Ints codes_a = code(a), codes_b = code(b);
+    auto codes = reinterpret_cast<int8_t*>(out) + block * kBlock;
+    store_bytes(codes, codes_a);
+    store_bytes(codes + kLanes, codes_b);
+    int32_t sum_a = sum_lanes(codes_a), sum_b = sum_lanes(codes_b);
+    reinterpret_cast<float*>(out + layout.scales_at)[block] = scale;
+    reinterpret_cast<float*>(out + layout.scaled_sums_at)[block] =
+        scale * static_cast<float>(sum_a + sum_b);
+    auto half_sums = reinterpret_cast<int32_t*>(out + layout.half_sums_at) + 2 * block;
+    half_sums[0] = sum_a;
+    half_sums[1] = sum_b;
+}
+
+void quantise_rows(const void* words, Thread& thread) {
+    const QuantiseRows& args = *static_cast<const QuantiseRows*>(words);
+    RowLayout layout(args.num_inputs);
+    int64_t total = args.num_rows * layout.num_blocks;
+    int64_t begin = total * thread.index / thread.count;
+    int64_t end = total * (thread.index + 1) / thread.count;
+    for (int64_t at = begin; at < end; ++at) {
+        int64_t r = at / layout.num_blocks, block = at % layout.num_blocks;
+        const float* x = args.x + (args.index ? args.index[r] : r) * args.x_stride;
+        quantise_block(x, args.num_inputs, block, layout, args.out + r * args.out_stride);
+    }
+}
+
+struct Linear {
+    Product product;
+    float* out;
+    int64_t out_stride;
+    const float* bias;
+    const float* residual;
+    int64_t residual_stride;
+    int64_t activation;
+};
+
+enum Activation { kNone, kSilu, kGeluTanh, kGelu };
+
+Floats activate(int64_t activation, Floats x) {
+    if (activation == kSilu) return silu(x);
+    if (activation == kGeluTanh) return gelu_tanh(x);
+    return gelu(x);
+}
+
+// One panel of plain outputs.
+void finish_panel(const Linear& args, int64_t panel, int64_t first_row, int64_t num_rows,
+                  const float* sums) {
+    int64_t column = panel * kLanes;
+    Mask mask = first_lanes(std::min<int64_t>(kLanes, args.product.num_outputs - column));
+    Floats bias = args.bias ? load(args.bias + column, mask) : zeros();
+    for (int64_t r = 0; r < num_rows; ++r) {
+        Floats y = load(sums + r * kLanes);
+        if (args.bias) y = y + bias;
+        int64_t row = first_row + r;
+        if (args.residual)
+            y = y + load(args.residual + row * args.residual_stride + column, mask);
+        store(args.out + row * args.out_stride + column, y, mask);
+    }
+}
+
+// A panel of gates and one of the values that they scale.
+void finish_gated(const Linear& args, int64_t pair, int64_t first_row, int64_t num_rows,
+                  const float* gates, const float* ups) {
+    Floats gate_bias = zeros(), up_bias = zeros();
+    if (args.bias) {
+        gate_bias = load(args.bias + 2 * pair * kLanes);
+        up_bias = load(args.bias + (2 * pair + 1) * kLanes);
+    }
+    for (int64_t r = 0; r < num_rows; ++r) {
+        Floats gate = load(gates + r * kLanes), up = load(ups + r * kLanes);
+        if (args.bias) {
+            gate = gate + gate_bias;
+            up = up + up_bias;
+        }
+        float* out = args.out + (first_row + r) * args.out_stride + pair * kLanes;
+        store(out, activate(args.activation, gate) * up);
+    }
+}
+
+void linear(const void* words, Thread& thread) {
+    const Linear& args = *static_cast<const Linear*>(words);
+    const Product& product = args.product;
+    alignas(64) float sums[kRowChunk * kLanes], ups[kRowChunk * kLanes];
+    bool gated = args.activation != kNone;
+    int64_t num_units = product.num_panels() / (gated ? 2 : 1);
+    // Few enough to even out threads that are held up, many enough to read memory in long runs.
+    int64_t grain = std::clamp<int64_t>(num_units / (8 * thread.count), 1, 16);
+    for (int64_t unit = thread.take(grain); unit < num_units; unit = thread.take(grain)) {
+        int64_t end = std::min(num_units, unit + grain);
+        for (int64_t row = 0; row < product.num_rows; row += kRowChunk) {
+            int64_t num_rows = std::min(kRowChunk, product.num_rows - row);
+            for (int64_t at = unit; at < end; ++at) {
+                panel_sums(product, gated ? 2 * at : at, row, num_rows, sums);
+                if (gated) {
+                    panel_sums(product, 2 * at + 1, row, num_rows, ups);
+                    finish_gated(args, at, row, num_rows, sums, ups);
+                } else {
+                    finish_panel(args, at, row, num_rows, sums);
+                }
+            }
+        }
+    }
+}
+
+static_assert(num_fields<QuantiseRows>() == 7);
+const Registration quantise_registration(
+    "quantise_rows", "x:p x_stride:i index:p num_rows:i num_inputs:i out:p out_stride:i",
+    quantise_rows);
+
+static_assert(num_fields<Linear>() == 15);
+const Registration linear_registration(
+    "linear",
+    "x:p x_stride:i index:p num_rows:i quantised:i weight:p format:i num_outputs:i num_inputs:i "
+    "out:p out_stride:i bias:p residual:p residual_stride:i activation:i",
+    linear);
+
+}  // namespace
+}  // namespace headway

@@ -1,0 +1,83 @@
+// What the products share: formats of weights, quantised rows, and the sums of one panel.
+//
+// kernels/packed.py describes the weights, kernels/linear.py the rows.
+#pragma once
+
+#include <cstdint>
+
+#include "vec.h"
+
+namespace headway {
+
+enum FormatNumber { kF32, kBf16, kQ4_0, kQ4_1, kQ8, kQ4K, kQ8_1, kQ8K, kQ6K, kNumFormats };
+
+// A row of the table in kernels/packed.py.
+struct Format {
+    int code_bits, block, zero, scale_bytes;
+    bool has_minimum;
+
+    constexpr int scales_bytes() const { return kLanes * scale_bytes; }
+    constexpr int codes_at() const { return scales_bytes() * (has_minimum ? 2 : 1); }
+    constexpr int block_bytes() const { return codes_at() + kLanes * block * code_bits / 8; }
+};
+
+constexpr Format kFormats[kNumFormats] = {
+    {32, 1, 0, 0, false},  // f32
+    {16, 2, 0, 0, false},  // bf16
+    {4, 32, 8, 2, false},  // q4_0
+    {4, 32, 0, 2, true},   // q4_1
+    {8, 32, 128, 2, false},  // q8
+    {4, 32, 0, 4, true},   // q4_k
+    {8, 32, 0, 2, true},   // q8_1
+    {8, 32, 0, 4, true},   // q8_k
+    {8, 16, 32, 4, false},  // q6_k
+};
+
+// Inputs of a quantised row that share a scale.
+constexpr int kBlock = 32;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Where the parts of a quantised row lie, in bytes.
+struct RowLayout {
+    explicit RowLayout(int64_t num_inputs)
+        : num_blocks(ceil_div(num_inputs, kBlock)),
+          scales_at(num_blocks * kBlock),
+          scaled_sums_at(scales_at + num_blocks * 4),
+          half_sums_at(scaled_sums_at + num_blocks * 4) {}
+
+    const int64_t num_blocks, scales_at, scaled_sums_at, half_sums_at;
+};
+
+// The leading arguments of every product. x_stride counts floats, or bytes of quantised rows.
+struct Product {
+    const void* x;
+    int64_t x_stride;
+    const int64_t* index;  // row r is row index[r] of x; null: row r
+    int64_t num_rows;
+    int64_t quantised;  // whether x holds quantised rows
+    const uint8_t* weight;
+    int64_t format;
+    int64_t num_outputs, num_inputs;
+
+    int64_t num_panels() const { return ceil_div(num_outputs, kLanes); }
+    int64_t row(int64_t r) const { return index ? index[r] : r; }
+};
+
+// Rows that are taken through one panel before the next: their sums stay in the first cache.
+constexpr int64_t kRowChunk = 128;
+
+// sums[r][lane] = row first_row + r times output 16 panel + lane, for num_rows <= kRowChunk.
+void panel_sums(const Product& product, int64_t panel, int64_t first_row, int64_t num_rows,
+                float* sums);
+
+// The steps d (at = 0) or the minimums (at = scales_bytes) of 16 outputs.
+template <int kFormat>
+Floats load_scales(const uint8_t* at) {
+    if constexpr (kFormats[kFormat].scale_bytes == 2)
+        return load_half(reinterpret_cast<const uint16_t*>(at));
+    else
+        return load(reinterpret_cast<const float*>(at));
+}
+
+}  // namespace headway

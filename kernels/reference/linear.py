@@ -1,0 +1,91 @@
+"""Products with packed weights in plain torch: the truth that the native bodies are compared with.
+
+See kernels/linear.py for the shapes and the layout of quantised rows.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from headway.kernels.packed import FORMATS, LANES, PackedWeight
+
+_BLOCK = 32
+
+
+def values(weight: PackedWeight) -> torch.Tensor:
+    """The matrix that a packed weight stands for: [N, K] float32."""
+    form = FORMATS[weight.format]
+    num_panels, num_blocks, _ = weight.data.shape
+    if weight.format == "f32":
+        lanes = weight.data.view(torch.float32)
+    elif weight.format == "bf16":
+        lanes = weight.data.view(torch.bfloat16).float()
+    else:
+        scales_end = LANES * form.scale_bytes * (2 if form.has_minimum else 1)
+        scale_type = torch.float16 if form.scale_bytes == 2 else torch.float32
+        scales = weight.data[..., :scales_end].contiguous().view(scale_type).float()
+        step = scales[..., None, :LANES, None]
+        codes = _codes(weight.data[..., scales_end:], form.code_bits).float()
+        if form.has_minimum:
+            lanes = step * codes + scales[..., None, LANES:, None]
+        else:
+            lanes = step * (codes - form.zero)
+    # [panels, blocks, groups, outputs of a panel, inputs of a group]
+    grouped = lanes.reshape(num_panels, num_blocks, -1, LANES, min(form.block, 4))
+    matrix = grouped.permute(0, 3, 1, 2, 4).reshape(num_panels * LANES, -1)
+    return matrix[: weight.num_outputs, : weight.num_inputs]
+
+
+def quantise_rows(x: torch.Tensor) -> torch.Tensor:
+    """[R, K] float32 -> [R, bytes of a row] uint8."""
+    num_rows, num_inputs = x.shape
+    blocks = F.pad(x, (0, -num_inputs % _BLOCK)).view(num_rows, -1, _BLOCK)
+    scales = blocks.abs().amax(dim=2) / 127
+    codes = (blocks / scales[..., None]).clamp(-127, 127).round()
+    codes = torch.where(scales[..., None] == 0, 0.0, codes).nan_to_num(0.0).to(torch.int8)
+    half_sums = codes.view(num_rows, -1, _BLOCK // 2).sum(dim=2, dtype=torch.int32)
+    sums = half_sums.view(num_rows, -1, 2).sum(dim=2)
+    parts = [codes.view(num_rows, -1), scales, scales * sums, half_sums]
+    row = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+    return F.pad(row, (0, -row.shape[1] % 64))
+
+
+def row_values(data: torch.Tensor, num_inputs: int) -> torch.Tensor:
+    """The rows that quantised rows stand for: [R, num_inputs] float32."""
+    num_blocks = -(-num_inputs // _BLOCK)
+    codes_end, scales_end = _BLOCK * num_blocks, (_BLOCK + 4) * num_blocks
+    codes = data[:, :codes_end].contiguous().view(torch.int8).view(-1, num_blocks, _BLOCK)
+    scales = data[:, codes_end:scales_end].contiguous().view(torch.float32)
+    return (codes * scales[..., None]).flatten(1)[:, :num_inputs]
+
+
+def linear(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str | None,
+) -> torch.Tensor:
+    """[R, K] -> [R, N], or [R, N / 2] with an activation; computed in x's type."""
+    y = F.linear(x, values(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
+    if activation is None:
+        return y if residual is None else y + residual
+    gates, ups = y.view(len(y), -1, 2, LANES).unbind(dim=2)
+    return (_activate(gates, activation) * ups).flatten(1)
+
+
+def top(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best values of each row and their indices, the lowest index first among equals."""
+    order = torch.sort(logits, dim=1, descending=True, stable=True)
+    return order.values[:, :num_top], order.indices[:, :num_top]
+
+
+def _activate(gates: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "silu":
+        return F.silu(gates)
+    return F.gelu(gates, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _codes(data: torch.Tensor, code_bits: int) -> torch.Tensor:
+    """[panels, blocks, bytes] -> [panels, blocks, groups, 16, 4] uint8."""
+    groups = data.reshape(*data.shape[:2], -1, LANES, 4)
+    return torch.cat([groups & 15, groups >> 4], dim=2) if code_bits == 4 else groups
