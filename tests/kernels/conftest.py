@@ -1,7 +1,7 @@
 """Fixtures for native bodies: each test that takes `team` runs at every level and team size.
 
-`pytest tests/kernels --sanitizers address,undefined` runs the same on instrumented bodies; only
-tests/kernels/test_sanitizers.py knows how to start such a run.
+`pytest tests/kernels --sanitizers=address,undefined` runs those tests alone, on instrumented bodies;
+cpu/test_sanitizers.py knows how to start the interpreter for that.
 """
 
 import os
@@ -18,6 +18,12 @@ from headway.kernels.cpu.library import Library, Team
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sanitizers", default="", help="sanitizers to build native bodies with")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a sanitizer's run, keep the tests that run the bodies."""
+    if config.getoption("--sanitizers"):
+        items[:] = [item for item in items if "library" in getattr(item, "fixturenames", ())]
 
 
 @pytest.fixture(scope="session")

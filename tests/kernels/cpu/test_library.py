@@ -1,6 +1,7 @@
 """Instructions are encoded as told, and a team runs them in order on all of its threads."""
 
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from headway.kernels.cpu.build import SOURCES
 from headway.kernels.cpu.library import Argument, Kernel, Library, Team
 
 KERNEL = Kernel("scale", 4096, ("x", "rows", "scale"), ("p", "i", "d"))
@@ -62,6 +64,13 @@ def test_a_library_tells_its_kernels(small_library: Library) -> None:
     kernel = small_library.kernels["add_one"]
     assert kernel.fields == ("from", "to", "size", "extra")
     assert kernel.kinds == ("p", "p", "i", "d")
+
+
+def test_every_level_has_every_kernel(library: Library) -> None:
+    """A body that is compiled for some levels alone would be missed only when it is called."""
+    sources = "".join(path.read_text() for path in SOURCES.glob("*.cpp"))
+    names = re.findall(r'Registration \w+\(\s*"(\w+)"', sources)
+    assert sorted(library.kernels) == sorted(names)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
