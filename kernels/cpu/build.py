@@ -4,6 +4,7 @@ Knows compilers and flags; library.py knows what is in the result, native.py wha
 """
 
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -17,8 +18,10 @@ from headway.kernels.cpu.levels import LEVELS, LevelName
 
 SOURCES = Path(__file__).parent
 
+logger = logging.getLogger(__name__)
+
 _COMPILERS = ("g++", "clang++", "c++")
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _TIMEOUT_SECONDS = 600
 
@@ -58,19 +61,19 @@ def build(
         OSError: the folder cannot be written.
     """
     compiler = find_compiler()
-    command = [*compiler, *_FLAGS, *LEVELS[level].flags]
+    command = [*compiler, *FLAGS, *LEVELS[level].flags]
     if sanitizers:
         command += [f"-fsanitize={','.join(sanitizers)}", "-fno-sanitize-recover=all"]
         command += ["-O1", "-g", "-fno-omit-frame-pointer"]
     texts = [path.read_bytes() for path in sorted(sources.glob("*.[ch]*"))]
     about = [" ".join(command).encode(), compiler_version(compiler).encode(), *texts]
     key = hashlib.sha256(b"\0".join(about)).hexdigest()[:16]
-    files = sorted(sources.glob("*.cpp"))
-    return _library(
-        make_folder(
-            folder / f"{level}-{key}", lambda staging: _compile(command, files, staging), _is_whole
-        )
-    )
+
+    def fill(staging: Path) -> None:
+        logger.info("compiling the kernels for %s, once, into %s", level, folder)
+        _compile(command, sorted(sources.glob("*.cpp")), staging)
+
+    return _library(make_folder(folder / f"{level}-{key}", fill, _is_whole))
 
 
 def _library(folder: Path) -> Path:

@@ -1,14 +1,17 @@
 """A library is compiled once and whole, and what goes wrong is told in the compiler's words."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from headway.kernels.cpu.build import BuildError, build, find_compiler
+from headway.kernels.cpu.build import FLAGS, SOURCES, BuildError, build, find_compiler
+from headway.kernels.cpu.levels import LEVELS, LevelName
+from headway.kernels.cpu.library import Library
 
-LEVEL = "avx2"
+LEVEL: LevelName = "avx2"
 
 
 def fake_compiler(path: Path, *, does: str) -> Path:
@@ -35,13 +38,23 @@ def test_it_is_compiled_once(tmp_path: Path, small_sources: Path, compiler: list
 
 @pytest.mark.parametrize("num_left", [0, 100, -5000, -1])
 def test_a_damaged_library_is_compiled_again(
-    num_left: int, tmp_path: Path, small_sources: Path, compiler: list[str]
+    num_left: int, tmp_path: Path, small_sources: Path, small_library: Library
 ) -> None:
-    path = build(LEVEL, tmp_path, sources=small_sources)
+    folder = tmp_path / small_library.path.parent.name
+    shutil.copytree(small_library.path.parent, folder)
+    path = folder / small_library.path.name
     whole = path.read_bytes()
     path.write_bytes(whole[:num_left])
     assert build(LEVEL, tmp_path, sources=small_sources) == path
     assert len(path.read_bytes()) == len(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_sources_compile_without_a_warning(level: LevelName, compiler: list[str]) -> None:
+    flags = [*FLAGS, *LEVELS[level].flags, "-Werror", "-fsyntax-only"]
+    sources = map(str, SOURCES.glob("*.cpp"))
+    subprocess.run([*compiler, *flags, *sources], check=True)
 
 
 def test_the_key_holds_sources_flags_and_compiler(
