@@ -15,6 +15,8 @@ from headway.engine.runner import ModelRunner
 from headway.engine.stats import StepRecord
 from headway.engine.tree import Drafter
 from headway.engine.validation import Limits
+from headway.kernels.cpu.library import Team
+from headway.kernels.native import NativeUnavailable, start_team
 
 MAX_CPU_CACHE_BYTES = 4 << 30
 
@@ -44,6 +46,20 @@ def resolve_dtype(config: EngineConfig) -> torch.dtype:
         return torch.float32 if resolve_device(config).type == "cpu" else torch.bfloat16
     dtype: torch.dtype = getattr(torch, config.dtype)
     return dtype
+
+
+def resolve_team(config: EngineConfig) -> Team | None:
+    """Start the threads for the native kernels; None where the reference serves, and on a GPU.
+
+    Raises ModelLoadError when `config.kernels` names a level that cannot be had.
+    """
+    if resolve_device(config).type != "cpu":
+        return None
+    num_threads = config.num_threads or usable_cores()
+    try:
+        return start_team(config.kernels, num_threads, pinned=config.pin_threads)
+    except NativeUnavailable as error:
+        raise ModelLoadError(str(error)) from error
 
 
 def build_engine(

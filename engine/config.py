@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from headway.kernels.cpu.levels import KernelChoice
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 MAX_NODES = 64
@@ -22,6 +24,11 @@ class EngineConfig:
     """Where the model runs: cpu, cuda, cuda:1; auto takes a GPU where there is one."""
     num_threads: int = 0
     """CPU threads for the model; 0 takes every core that this process may use."""
+    pin_threads: bool = False
+    """Tie each CPU thread but the engine's own to one core; for machines that serve nothing else."""
+    kernels: KernelChoice = "auto"
+    """Bodies of the CPU kernels: plain torch (reference), or C++ for an instruction set; auto takes
+    the best that this machine can run and compile, and the reference where there is none."""
     block_size: int = 16
     """Tokens in one block of the KV cache."""
     kv_cache_bytes: int = 0

@@ -11,10 +11,8 @@ from typing import Literal
 
 from headway.kernels.cache import cache_folder
 from headway.kernels.cpu.build import BuildError, build
-from headway.kernels.cpu.levels import LEVELS, LevelName, usable_levels
+from headway.kernels.cpu.levels import LEVELS, KernelChoice, LevelName, usable_levels
 from headway.kernels.cpu.library import Library, Team
-
-KernelChoice = Literal["auto", "reference"] | LevelName
 
 logger = logging.getLogger(__name__)
 

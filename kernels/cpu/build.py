@@ -4,6 +4,7 @@ Knows compilers and flags; library.py knows what is in the result, native.py wha
 """
 
 import hashlib
+import logging
 import os
 import shlex
 import shutil
@@ -17,8 +18,10 @@ from headway.kernels.cpu.levels import LEVELS, LevelName
 
 SOURCES = Path(__file__).parent
 
+logger = logging.getLogger(__name__)
+
 _COMPILERS = ("g++", "clang++", "c++")
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _TIMEOUT_SECONDS = 600
 
@@ -46,37 +49,39 @@ def compiler_version(compiler: Sequence[str]) -> str:
     return _run([*compiler, "--version"]).partition("\n")[0]
 
 
-def build(level: LevelName, folder: Path, sanitizers: Sequence[str] = ()) -> Path:
+def build(
+    level: LevelName, folder: Path, *, sources: Path = SOURCES, sanitizers: Sequence[str] = ()
+) -> Path:
     """Return the shared library for `level`, compiled if `folder` does not hold it undamaged.
+
+    `sources` is a folder of .cpp and .h files. The sanitizers are the compiler's: address, undefined.
 
     Raises:
         BuildError: it cannot be compiled.
         OSError: the folder cannot be written.
     """
     compiler = find_compiler()
-    command = [*compiler, *_FLAGS, *LEVELS[level].flags]
+    command = [*compiler, *FLAGS, *LEVELS[level].flags]
     if sanitizers:
         command += [f"-fsanitize={','.join(sanitizers)}", "-fno-sanitize-recover=all"]
         command += ["-O1", "-g", "-fno-omit-frame-pointer"]
-    target = folder / f"{level}-{_key(command, compiler_version(compiler))}"
-    made = make_folder(target, lambda staging: _compile(command, staging), _is_whole)
-    return _library(made)
+    texts = [path.read_bytes() for path in sorted(sources.glob("*.[ch]*"))]
+    about = [" ".join(command).encode(), compiler_version(compiler).encode(), *texts]
+    key = hashlib.sha256(b"\0".join(about)).hexdigest()[:16]
+
+    def fill(staging: Path) -> None:
+        logger.info("compiling the kernels for %s, once, into %s", level, folder)
+        _compile(command, sorted(sources.glob("*.cpp")), staging)
+
+    return _library(make_folder(folder / f"{level}-{key}", fill, _is_whole))
 
 
 def _library(folder: Path) -> Path:
     return folder / "kernels.so"
 
 
-def _key(command: Sequence[str], version: str) -> str:
-    """Everything that the result depends on, in 16 hexadecimal digits."""
-    texts = [path.read_bytes() for path in sorted(SOURCES.glob("*.[ch]*"))]
-    about = [" ".join(command).encode(), version.encode(), *texts]
-    return hashlib.sha256(b"\0".join(about)).hexdigest()[:16]
-
-
-def _compile(command: Sequence[str], folder: Path) -> None:
+def _compile(command: Sequence[str], sources: Sequence[Path], folder: Path) -> None:
     """Compile the sources side by side and link them; the library ends in its own SHA-256."""
-    sources = sorted(SOURCES.glob("*.cpp"))
     objects = [folder / f"{source.stem}.o" for source in sources]
     jobs = [
         [*command, "-c", str(source), "-o", str(out)]

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 LevelName = Literal["avx2", "avx512", "amx"]
+KernelChoice = Literal["auto", "reference", "avx2", "avx512", "amx"]
+"""What native.py is asked for: a level, the best one that works, or no native bodies at all."""
 
 _CPUINFO = Path("/proc/cpuinfo")
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18

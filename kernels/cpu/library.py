@@ -63,7 +63,9 @@ class Library:
         self.path = path
         self.level = level
         self.dll = _open(path)
-        self.kernels = {kernel.name: kernel for kernel in _kernels(self.dll)}
+        kernels = list(_kernels(self.dll))
+        self.kernels = {kernel.name: kernel for kernel in kernels}
+        assert len(self.kernels) == len(kernels), "two bodies have one name"
 
 
 _POINTER, _TEXT, _INT = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int

@@ -4,7 +4,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -21,10 +20,10 @@ from rich.table import Table
 from headway.engine.machine import free_host_bytes, usable_cores
 from headway.engine.models.store import list_models
 from headway.kernels.cache import cache_folder
+from headway.kernels.cpu.build import BuildError, compiler_version, find_compiler
 
 Verdict = Literal["ok", "note", "broken"]
 STYLES = {"ok": "green", "note": "yellow", "broken": "bold red"}
-COMPILERS = ("c++", "g++", "clang++")
 INSTRUCTION_SETS = (
     "avx2",
     "fma",
@@ -79,6 +78,7 @@ def examine() -> Iterator[Finding]:
     yield _stubs()
     yield from _torch()
     yield _compiler()
+    yield _kernels()
     yield _processor()
     yield _memory()
     yield from _caches()
@@ -154,18 +154,27 @@ def _torch() -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        advice = "install g++ or clang++; without one, slower kernels serve"
-        return Finding("C++ compiler", f"none ({', '.join(names)})", "note", advice)
     try:
-        shown = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=20, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        return Finding("C++ compiler", f"{path}: {error}", "note", "install g++ or clang++")
-    return Finding("C++ compiler", f"{path}: {shown.partition(chr(10))[0]}")
+        compiler = find_compiler()
+        return Finding("C++ compiler", f"{compiler[0]}: {compiler_version(compiler)}")
+    except BuildError as error:
+        advice = "install g++ or clang++; without one, slower kernels serve"
+        return Finding("C++ compiler", f"{error}", "note", advice)
+
+
+def _kernels() -> Finding:
+    """Load the native kernels as a server would, compiled where they are not in the cache yet."""
+    try:
+        from headway.kernels.native import load_library
+
+        library = load_library("auto")
+    except Exception as error:
+        return Finding("kernels", f"reference, because {error}", "note", "slower kernels serve")
+    found = f"{library.level}, {len(library.kernels)} kernels"
+    if not library.path.exists():
+        advice = "set HEADWAY_CACHE_DIR to a folder that can be written"
+        return Finding("kernels", f"{found}, compiled at each start", "note", advice)
+    return Finding("kernels", f"{found}, {library.path}")
 
 
 def _processor() -> Finding:

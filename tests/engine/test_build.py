@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from headway.engine import build
-from headway.engine.build import resolve_device, resolve_dtype
+from headway.engine.build import resolve_device, resolve_dtype, resolve_team
 from headway.engine.config import EngineConfig
 from headway.engine.errors import ModelLoadError
+from headway.kernels import native
 from tiny import tiny_model
 
 
@@ -48,6 +49,31 @@ def test_auto_dtype_follows_the_device(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert resolve_dtype(EngineConfig(dtype=dtype)) == found  # type: ignore[arg-type]
+
+
+def test_a_team_is_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def start_team(choice: str, num_threads: int, *, pinned: bool) -> None:
+        asked.append((choice, num_threads, pinned))
+
+    monkeypatch.setattr(build, "start_team", start_team)
+    monkeypatch.setattr(build, "usable_cores", lambda: 6)
+    resolve_team(EngineConfig(device="cpu"))
+    resolve_team(EngineConfig(device="cpu", kernels="avx2", num_threads=3, pin_threads=True))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    resolve_team(EngineConfig())
+    assert asked == [("auto", 6, False), ("avx2", 3, True)]
+
+
+def test_kernels_that_cannot_be_had_are_an_error_of_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(native, "usable_levels", lambda: ["avx2"])
+    for level, reason in (("avx2", "no C.. compiler"), ("avx512", "this processor lacks avx512")):
+        with pytest.raises(ModelLoadError, match=f"kernels={level}: .*{reason}"):
+            resolve_team(EngineConfig(device="cpu", kernels=level))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -1,40 +1,59 @@
-"""Fixtures for native bodies: each test that takes `team` runs at every level and team size."""
+"""Fixtures for native bodies: each test that takes `team` runs at every level and team size.
 
-import functools
-import shutil
+`pytest tests/kernels --sanitizers=address,undefined` runs those tests alone, on instrumented bodies;
+cpu/test_sanitizers.py knows how to start the interpreter for that.
+"""
+
+import os
+import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from headway.kernels.cache import cache_folder
-from headway.kernels.cpu.build import LEVELS, build
+from headway.kernels.cpu.build import BuildError, build, find_compiler
+from headway.kernels.cpu.levels import LEVELS, LevelName, usable_levels
 from headway.kernels.cpu.library import Library, Team
 
 
-@functools.cache
-def library(level: str) -> Library:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sanitizers", default="", help="sanitizers to build native bodies with")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a sanitizer's run, keep the tests that run the bodies."""
+    if config.getoption("--sanitizers"):
+        items[:] = [item for item in items if "library" in getattr(item, "fixturenames", ())]
+
+
+@pytest.fixture(scope="session")
+def compiler() -> list[str]:
+    try:
+        return find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """For interpreters that a test starts: headway need not be installed."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+@pytest.fixture(scope="session", params=LEVELS)
+def library(request: pytest.FixtureRequest, compiler: list[str]) -> Library:
     """The library of a level, from the user's cache: what is compiled once serves later runs too."""
-    if not shutil.which("g++"):
-        pytest.skip("there is no C++ compiler")
-    return Library(build(level, cache_folder() / "kernels"), level)
+    level: LevelName = request.param
+    if level not in usable_levels():
+        pytest.skip(f"this machine lacks {level}")
+    sanitizers = request.config.getoption("--sanitizers").split(",")
+    folder = cache_folder() / "kernels"
+    return Library(build(level, folder, sanitizers=[*filter(None, sanitizers)]), level)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(level, num_threads) for level in LEVELS for num_threads in (1, 2, 3)],
-    ids=lambda param: f"{param[0]}-{param[1]}",
-)
-def team(request: pytest.FixtureRequest) -> Iterator[Team]:
-    """A team of 1, 2 or 3 threads at a level that this processor has."""
-    level, num_threads = request.param
-    if {"avx2": "avx2", "avx512": "avx512_vnni", "amx": "amx_int8"}[level] not in _processor():
-        pytest.skip(f"this processor has no {level}")
-    team = Team(library(level), num_threads)
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def team(request: pytest.FixtureRequest, library: Library) -> Iterator[Team]:
+    """A team of 1, 2 or 3 threads at a level that this machine has."""
+    team = Team(library, request.param)
     yield team
     team.close()
-
-
-@functools.cache
-def _processor() -> frozenset[str]:
-    return frozenset(Path("/proc/cpuinfo").read_text().split())

@@ -18,7 +18,6 @@ from headway.engine.models import store, wheels
 from headway.engine.models.cache import ensure_folder
 from headway.engine.models.store import KnownModel, list_models, pull, resolve
 from headway.engine.models.wheels import Wheel
-from headway.kernels.cache import cache_folder
 
 PIECES = (b"GGUF-first half,", b"second half" * 50_000)
 
@@ -186,16 +185,6 @@ def test_a_cache_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelLoadError, match="Set HEADWAY_CACHE_DIR to a folder"):
         ensure_folder(tmp_path / "file" / "model", 0, lambda folder: None)
-
-
-def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADWAY_CACHE_DIR", "/somewhere/else")
-    assert cache_folder() == Path("/somewhere/else")
-    monkeypatch.delenv("HEADWAY_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert cache_folder() == Path("/x/headway")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache" / "headway"
 
 
 def test_list_says_what_is_here(index: Path, cache: Path) -> None:

@@ -1,24 +1,23 @@
-"""A team runs programs: every body on every thread, in order, whatever the number of threads."""
+"""The team under the thread sanitizer, in a program of its own."""
 
-import torch
+import subprocess
+from pathlib import Path
 
-from headway.kernels.cpu.library import Team
+import pytest
+
+from headway.kernels.cpu.build import SOURCES
 
 
-def test_rows_are_divided(team: Team) -> None:
-    x, weight, out = torch.randn(7, 33), torch.randn(33), torch.empty(7, 33)
-    team.call(
-        "rms_norm",
-        x=x,
-        x_stride=33,
-        x_inner_stride=0,
-        weight=weight,
-        epsilon=1e-5,
-        out=out,
-        out_stride=33,
-        out_inner_stride=0,
-        num_rows=7,
-        num_inner=1,
-        width=33,
-    )
-    torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (33,), weight, 1e-5))
+def test_the_thread_sanitizer_finds_no_race(tmp_path: Path, compiler: list[str]) -> None:
+    program = tmp_path / "stress"
+    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{SOURCES}"]
+    sources = [str(Path(__file__).parent / "team_stress.cpp"), str(SOURCES / "team.cpp")]
+    command = [*compiler, *flags, *sources, "-o", str(program)]
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode and "tsan" in made.stderr:
+        pytest.skip("the compiler comes without the thread sanitizer")
+    assert made.returncode == 0, made.stderr
+    done = subprocess.run([program], capture_output=True, text=True, timeout=100)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this kernel randomises addresses more than the sanitizer can take")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -3,9 +3,11 @@
 import json
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from headway.kernels import native
 from headway.server.cli import main
 from headway.server.commands import doctor as module
 from headway.server.commands.doctor import Finding, clashes
@@ -16,6 +18,7 @@ def test_json_tells_of_this_machine(
 ) -> None:
     (tmp_path / "file").write_bytes(b"x" * 2**29)
     monkeypatch.setenv("HEADWAY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")  # compiling takes longer than the rest
     code = main(["doctor", "--json"])
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert code == int(any(finding["verdict"] == "broken" for finding in findings.values()))
@@ -24,7 +27,15 @@ def test_json_tells_of_this_machine(
     assert f"{tmp_path}: 0.5 GiB used" in findings["cache"]["value"]
     assert "smollm2-135m" in findings["model smollm2-135m"]["name"]
     assert findings["model smollm2-135m"]["value"] == "not pulled"
-    assert {"python", "grpcio", "protobuf", "CPU", "memory", "C++ compiler"} <= findings.keys()
+    assert {
+        "python",
+        "grpcio",
+        "protobuf",
+        "CPU",
+        "memory",
+        "C++ compiler",
+        "kernels",
+    } <= findings.keys()
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("note", 0), ("broken", 1)])
@@ -64,6 +75,27 @@ def test_no_compiler_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = module._compiler()
     assert finding.verdict == "note"
     assert "no-such-compiler" in finding.value
+
+
+@pytest.mark.parametrize(
+    ("path", "verdict", "value"),
+    [
+        (__file__, "ok", f"avx2, 3 kernels, {__file__}"),
+        ("/gone", "note", "avx2, 3 kernels, compiled at each start"),
+        (None, "note", "reference, because it is so"),
+    ],
+)
+def test_kernels_are_told_by_level_and_place(
+    path: str | None, verdict: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_library(choice: str) -> SimpleNamespace:
+        if path is None:
+            raise native.NativeUnavailable("it is so")
+        return SimpleNamespace(level="avx2", kernels=dict.fromkeys("abc"), path=Path(path))
+
+    monkeypatch.setattr(native, "load_library", load_library)
+    finding = module._kernels()
+    assert (finding.verdict, finding.value) == (verdict, value)
 
 
 def test_a_cache_that_cannot_be_written_is_broken(
