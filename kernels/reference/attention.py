@@ -18,6 +18,8 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
 ) -> torch.Tensor:
     """See kernels/attention.py. Works through the sequences one by one."""
     output = torch.empty_like(query)
@@ -31,9 +33,9 @@ def paged_attention(
         mask = None
         if num_keys > context + 1 or (window is not None and num_keys > window):
             mask = visible_keys(context, span, positions[rows], tree_masks[rows], window)
-        output[rows] = _attend(
-            query[rows], key_cache[slots], value_cache[slots], mask, scale, softcap
-        )
+        keys = _read(key_cache, key_scales, slots)
+        values = _read(value_cache, value_scales, slots)
+        output[rows] = _attend(query[rows], keys, values, mask, scale, softcap)
     return output
 
 
@@ -57,6 +59,25 @@ def visible_keys(
     if window is not None:
         visible &= positions[:, None] - key_positions < window
     return visible
+
+
+def write_cache(
+    x: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor
+) -> None:
+    """Store x [T, G, D] at `slots` of a cache [N, G, D], with scales [N, G] if it is int8."""
+    if scales is not None:
+        x = x.float()
+        scale = x.abs().amax(dim=-1) / 127
+        scales.index_copy_(0, slots, scale)
+        # Zeros have scale 0 and code 0, not 0 / 0.
+        x = torch.round(x / scale.where(scale > 0, 1)[..., None])
+    cache.index_copy_(0, slots, x.to(cache.dtype))
+
+
+def _read(cache: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+    if scales is None:
+        return cache[slots]
+    return cache[slots].float() * scales[slots][..., None]
 
 
 def _slots(block_table: torch.Tensor, block_size: int, num_tokens: int) -> torch.Tensor:
