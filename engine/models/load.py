@@ -24,12 +24,13 @@ from transformers import (
     PreTrainedModel,
 )
 
+from headway.engine.config import Quantize
 from headway.engine.errors import ModelLoadError, first_line
 from headway.engine.machine import free_bytes
 from headway.engine.models.build_model import build_model
 from headway.engine.models.cache import Progress, no_progress
 from headway.engine.models.convert import convert_gguf
-from headway.engine.models.pack_model import PackedModel, Quantize, pack_folder, pack_gguf
+from headway.engine.models.pack_model import PackedModel, pack_folder, pack_gguf
 from headway.engine.models.store import resolve
 from headway.kernels.ops import Activations
 

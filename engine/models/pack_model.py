@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from headway.engine.config import Quantize
 from headway.engine.errors import ModelLoadError
 from headway.engine.models.architectures import (
     build_config,
@@ -34,8 +35,6 @@ from headway.kernels.pack import pack
 from headway.kernels.packed import FormatName, PackedWeight
 
 logger = logging.getLogger(__name__)
-
-Quantize = Literal["none", "int8", "int4"]
 
 _WEIGHTS_FILE = "packed.safetensors"
 # Part of the key: raise it when what is written changes.
