@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headway.kernels.cpu.levels import KernelChoice
+from headway.kernels.ops import Activations
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantize = Literal["none", "int8", "int4"]
 
 MAX_NODES = 64
 """Nodes of a draft tree, the root included: an ancestor mask is one 64-bit word."""
@@ -20,6 +22,10 @@ class EngineConfig:
 
     dtype: Dtype = "auto"
     """Type of weights, activations and cache; auto is float32 on a CPU and bfloat16 on a GPU."""
+    quantize: Quantize = "none"
+    """Round float weights to 8 or 4 bits, on CPUs alone; GGUF's quantised weights stay as they are."""
+    activations: Activations = "int8"
+    """What products with quantised weights do to inputs: int8 rounds them by blocks of 32, fp32 not."""
     device: str = "auto"
     """Where the model runs: cpu, cuda, cuda:1; auto takes a GPU where there is one."""
     num_threads: int = 0

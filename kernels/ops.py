@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from headway.kernels.attention import paged_attention, write_kv
 from headway.kernels.pack import row_chunks, unpack, unpack_rows
 from headway.kernels.packed import FORMATS, LANES, FormatName, PackedWeight
+from headway.kernels.reference import linear as reference
 
 Activations = Literal["int8", "fp32"]
 """What a product with quantised weights does to its inputs: round them by blocks, or keep them."""
-
-_ACTIVATION_BLOCK = 32
 
 
 def _linear(
@@ -36,32 +35,20 @@ def _linear(
 ) -> torch.Tensor:
     """Multiply x [..., K] with a packed weight [N, K]: [..., N] of x's dtype, summed in float32.
 
-    data: PackedWeight.data; bias: [N]. Inputs are rounded only for quantised formats.
+    data: PackedWeight.data; bias: [N]. Inputs are rounded, as kernels/linear.py tells, only for
+    quantised formats.
     """
     weight = PackedWeight(format, num_outputs, num_inputs, data)
-    values = x.float()
+    values = x.reshape(-1, num_inputs).float()
     if activations == "int8" and FORMATS[format].scale_bytes:
-        values = round_activations(values)
+        values = reference.row_values(reference.quantise_rows(values), num_inputs)
     # Unpacked piece by piece: the whole matrix in floats is what packing avoids.
     pieces = [
         F.linear(values, unpack(weight, rows.start // LANES, -(-(rows.stop - rows.start) // LANES)))
         for rows in row_chunks(weight)
     ]
-    output = torch.cat(pieces, dim=-1)
+    output = torch.cat(pieces, dim=-1).view(*x.shape[:-1], num_outputs)
     return (output if bias is None else output + bias.float()).to(x.dtype)
-
-
-def round_activations(x: torch.Tensor) -> torch.Tensor:
-    """Return x [..., K] float32 with each run of 32 values rounded to 127 steps either way.
-
-    The step is a = max |x| / 127, a value becomes a * round(x / a), halves to even.
-    """
-    size = x.shape[-1]
-    padded = F.pad(x, (0, -size % _ACTIVATION_BLOCK))
-    blocks = padded.view(*x.shape[:-1], -1, _ACTIVATION_BLOCK)
-    steps = blocks.abs().amax(-1, keepdim=True) / 127
-    codes = (blocks / steps).round().masked_fill(steps == 0, 0.0)
-    return (codes * steps).flatten(-2)[..., :size]
 
 
 def _embedding(

@@ -32,10 +32,15 @@ class Blocks(NamedTuple):
     """[rows, B], if the format has them."""
 
 
+def data_shape(format: FormatName, num_outputs: int, num_inputs: int) -> tuple[int, int, int]:
+    """Return the shape of PackedWeight.data: panels, blocks, bytes of a block."""
+    form = FORMATS[format]
+    return -(-num_outputs // LANES), -(-num_inputs // form.block), form.block_bytes
+
+
 def allocate(format: FormatName, num_outputs: int, num_inputs: int) -> PackedWeight:
     """Return a weight with memory that nothing is written to yet."""
-    empty = PackedWeight(format, num_outputs, num_inputs, torch.empty(0, dtype=torch.uint8))
-    shape = (empty.num_panels, empty.num_blocks, FORMATS[format].block_bytes)
+    shape = data_shape(format, num_outputs, num_inputs)
     return PackedWeight(format, num_outputs, num_inputs, torch.empty(shape, dtype=torch.uint8))
 
 

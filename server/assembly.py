@@ -67,7 +67,15 @@ def assemble(settings: ModelSettings, progress: Progress = no_progress) -> Assem
         read_record(settings.heads)  # before the model: a wrong path should not cost a load
     device = resolve_device(settings.engine)
     dtype = resolve_dtype(settings.engine)
-    loaded = load_model(settings.model, dtype, device, attention=ATTENTION, progress=progress)
+    loaded = load_model(
+        settings.model,
+        dtype,
+        device,
+        attention=ATTENTION,
+        quantize=settings.engine.quantize,
+        activations=settings.engine.activations,
+        progress=progress,
+    )
     return Assembled(settings, loaded, load_tokenizer(loaded.path))
 
 

@@ -6,9 +6,11 @@ Reads no weights: convert.py applies what is said here.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import gguf
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -214,21 +216,41 @@ def read_parameter(
     value = read_tensor(file.tensors[name])
     if architecture.norm_offset and name.endswith("norm.weight"):
         return value.float() - architecture.norm_offset
+    num_heads = _num_permuted_heads(architecture, config, parameter)
+    return value if num_heads is None else _unpermute(value, num_heads)
+
+
+def read_blocks(
+    file: GGUFFile, config: PreTrainedConfig, parameter: str, name: str
+) -> npt.NDArray[np.uint8]:
+    """Return the rows of tensor `name` in the order of transformers' `parameter`, still in blocks."""
+    rows = file.tensors[name].blocks
+    num_heads = _num_permuted_heads(architecture_of(file), config, parameter)
+    return rows if num_heads is None else _unpermute(rows, num_heads)
+
+
+def _num_permuted_heads(
+    architecture: Architecture, config: PreTrainedConfig, parameter: str
+) -> int | None:
+    """How many heads' rows are in llama.cpp's order; None if the parameter's are in transformers'."""
     if architecture.permutes_query_key and ".self_attn.q_proj." in parameter:
-        return _unpermute(value, config.num_attention_heads)
+        return int(config.num_attention_heads)
     if architecture.permutes_query_key and ".self_attn.k_proj." in parameter:
-        return _unpermute(value, config.num_key_value_heads)
-    return value
+        return int(config.num_key_value_heads)
+    return None
 
 
-def _unpermute(value: torch.Tensor, num_heads: int) -> torch.Tensor:
+Rows = TypeVar("Rows", torch.Tensor, npt.NDArray[np.uint8])
+
+
+def _unpermute(value: Rows, num_heads: int) -> Rows:
     """Put the rows of each head back in transformers' order.
 
     With head_dim 6 the file's rows are 0 3 1 4 2 5 of transformers': pairs that rotate together lie
     together. value: [num_heads * head_dim, ...]
     """
     pairs = value.reshape(num_heads, value.shape[0] // num_heads // 2, 2, *value.shape[1:])
-    return pairs.transpose(1, 2).reshape(value.shape)
+    return pairs.swapaxes(1, 2).reshape(value.shape)
 
 
 class _Keys:

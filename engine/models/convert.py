@@ -5,7 +5,7 @@ Knows neither how a GGUF file is laid out (gguf_file.py) nor what its keys mean 
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -41,20 +41,31 @@ def convert_gguf(path: Path, progress: Progress = no_progress) -> Path:
 
     def fill(staging: Path) -> None:
         _write_weights(staging, _parameters(file, config, names, progress))
-        config.save_pretrained(staging)
-        GenerationConfig.from_model_config(config).save_pretrained(staging)
-        if "tokenizer.ggml.model" in file.metadata:
-            save_gguf_tokenizer(file, staging)
+        write_papers(staging, file, config)
 
     return ensure_folder(folder, 4 * num_values, fill)
 
 
 def converted_folder(path: Path) -> Path:
     """Return where the conversion of this file is kept; a file that changes gets another place."""
-    stat = path.stat()
-    identity = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns} {_FORMAT}"
+    return keyed_folder("converted", path, [path], _FORMAT)
+
+
+def keyed_folder(kind: str, source: Path, files: Sequence[Path], *settings: object) -> Path:
+    """Return the cache's folder for what is made of `files`, told apart by their sizes and times."""
+    stats = [(path.name, path.stat()) for path in files]
+    parts = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
+    identity = " ".join([str(source.resolve()), *parts, *map(str, settings)])
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return cache_folder() / "converted" / f"{path.stem}-{key}"
+    return cache_folder() / kind / f"{source.stem}-{key}"
+
+
+def write_papers(folder: Path, file: GGUFFile, config: PreTrainedConfig) -> None:
+    """Write all of a Hugging Face folder but the weights: configs, and the tokenizer if there is one."""
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    if "tokenizer.ggml.model" in file.metadata:
+        save_gguf_tokenizer(file, folder)
 
 
 def _parameters(

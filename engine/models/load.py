@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,15 @@ from transformers import (
     PreTrainedModel,
 )
 
+from headway.engine.config import Quantize
 from headway.engine.errors import ModelLoadError, first_line
 from headway.engine.machine import free_bytes
+from headway.engine.models.build_model import build_model
 from headway.engine.models.cache import Progress, no_progress
 from headway.engine.models.convert import convert_gguf
+from headway.engine.models.pack_model import PackedModel, pack_folder, pack_gguf
 from headway.engine.models.store import resolve
+from headway.kernels.ops import Activations
 
 logger = logging.getLogger(__name__)
 
@@ -53,33 +58,90 @@ def load_model(
     device: torch.device | str = "cpu",
     *,
     attention: str = "sdpa",
+    quantize: Quantize = "none",
+    activations: Activations = "int8",
+    keep_packed: bool = True,
     progress: Progress = no_progress,
 ) -> LoadedModel:
     """Load a model by any name that store.resolve takes.
 
-    `attention` is a name in transformers' AttentionInterface.
+    On a CPU quantised weights stay packed, and `quantize` packs float ones. `activations` says what
+    their products do to inputs; models of floats do not look at it. With keep_packed=False, and on
+    other devices, quantised weights are expanded to `dtype`: gradients need that. `attention` is a
+    name in transformers' AttentionInterface.
 
     Raises:
-        ModelLoadError: the model cannot be found, read, converted or held in memory.
+        ModelLoadError: the model cannot be found, read, converted, packed or held in memory.
     """
+    device = torch.device(device)
+    keep_packed = keep_packed and device.type == "cpu"
+    if quantize != "none" and not keep_packed:
+        raise ModelLoadError(
+            f"quantize is {quantize}, and the device is {device}: weights are packed for CPUs alone. "
+            "Leave quantize out, or set the device to cpu."
+        )
     path = resolve(name_or_path, progress)
-    folder = convert_gguf(path, progress) if path.is_file() else path
-    with _advice_for(folder, path):
-        config = _read_config(folder)
-        num_bytes = _num_weights(folder) * dtype.itemsize
-    _check_memory(folder, num_bytes, torch.device(device))
-    progress("load", 0, num_bytes)
-    with _advice_for(folder, path):
-        model = _read_model(folder, config, dtype, attention, torch.device(device))
-    progress("load", num_bytes, num_bytes)
+    packed = _pack(path, quantize, progress) if keep_packed else None
+    if packed is not None:
+        folder = packed.folder
+        with _advice_for(folder, path):
+            model = _build_packed(packed, dtype, attention, activations, progress)
+    else:
+        folder = convert_gguf(path, progress) if path.is_file() else path
+        with _advice_for(folder, path):
+            model = _load_floats(folder, dtype, attention, device, progress)
     return LoadedModel(
         name=name_or_path,
         path=folder,
         model=model,
         config=model.config,
-        vocab_size=config.get_text_config().vocab_size,
-        eos_token_ids=_eos_token_ids(folder, model.generation_config, config),
+        vocab_size=model.config.get_text_config().vocab_size,
+        eos_token_ids=_eos_token_ids(folder, model.generation_config, model.config),
     )
+
+
+def _pack(path: Path, quantize: Quantize, progress: Progress) -> PackedModel | None:
+    """Return the packed weights of a model that has any, or is to have them."""
+    if path.is_file():
+        return pack_gguf(path, quantize, progress)
+    if quantize == "none":
+        return None
+    config = _read_config(path)
+    _num_weights(path)
+    own_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    read_floats = partial(_read_model, path, config, own_dtype, "sdpa", torch.device("cpu"))
+    return pack_folder(path, quantize, config, read_floats, progress)
+
+
+def _build_packed(
+    packed: PackedModel,
+    dtype: torch.dtype,
+    attention: str,
+    activations: Activations,
+    progress: Progress,
+) -> PreTrainedModel:
+    config = _read_config(packed.folder)
+    num_bytes = packed.file.stat().st_size
+    _check_memory(packed.folder, num_bytes, torch.device("cpu"))
+    progress("load", 0, num_bytes)
+    with _quiet_transformers():
+        model = build_model(config, packed.weights, dtype, attention, activations)
+        if (packed.folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(packed.folder)
+    progress("load", num_bytes, num_bytes)
+    return model
+
+
+def _load_floats(
+    folder: Path, dtype: torch.dtype, attention: str, device: torch.device, progress: Progress
+) -> PreTrainedModel:
+    config = _read_config(folder)
+    num_bytes = _num_weights(folder) * dtype.itemsize
+    _check_memory(folder, num_bytes, device)
+    progress("load", 0, num_bytes)
+    model = _read_model(folder, config, dtype, attention, device)
+    progress("load", num_bytes, num_bytes)
+    return model
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:

@@ -17,7 +17,11 @@ def train(config: HeadsTrainConfig) -> int:
     where = EngineConfig(dtype=config.dtype, device=config.device)
     with progress_bars(console) as report_bytes:
         loaded = load_model(
-            config.model, resolve_dtype(where), resolve_device(where), progress=report_bytes
+            config.model,
+            resolve_dtype(where),
+            resolve_device(where),
+            keep_packed=False,  # gradients reach the heads through the output head
+            progress=report_bytes,
         )
     report = train_heads(loaded.model, load_tokenizer(loaded.path), config, console)
     accuracies = ", ".join(f"{value:.2f}" for value in report.best.accuracy)

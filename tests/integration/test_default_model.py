@@ -46,7 +46,7 @@ LAWS = {
 
 @pytest.fixture(scope="module")
 def loaded(smollm2: Path) -> LoadedModel:
-    return load_model("smollm2-135m", attention=ATTENTION)
+    return load_model("smollm2-135m", attention=ATTENTION, activations="fp32")
 
 
 @pytest.fixture(scope="module")

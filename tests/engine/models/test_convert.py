@@ -26,8 +26,11 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def assert_loads_as(path: Path, model: PreTrainedModel) -> PreTrainedModel:
-    loaded = load_model(str(path)).model
+    """Packed where the file is quantised, and expanded: as heads are trained and GPUs serve."""
     expected = logits(model)
+    expanded = load_model(str(path), keep_packed=False).model
+    torch.testing.assert_close(logits(expanded), expected, rtol=0, atol=1e-4)
+    loaded = load_model(str(path), activations="fp32").model
     assert expected.std() > 0.05, "logits this flat would hide a wrong weight"
     torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=1e-4)
     return loaded

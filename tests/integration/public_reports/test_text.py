@@ -383,7 +383,7 @@ async def test_row15_tgi_2997_suffix_drafts_with_quantised_weights(
         ].tolist()
         for ids in prompts
     ]
-    model = load_model(str(tmp_path / "m.gguf"), attention=ATTENTION).model
+    model = load_model(str(tmp_path / "m.gguf"), attention=ATTENTION, activations="fp32").model
     drafter = None if mode == OFF else SuffixDrafter()
     engine = build_engine(model, (), replace(SMALL, num_threads=1), drafter)
     async with running(EngineLoop(engine, "tiny")) as server:
