@@ -69,6 +69,7 @@ class HydraDrafter:
         """Fill the shapes with tokens, one level of all sequences at a time."""
         hidden = torch.stack([self._hidden[sequence] for sequence in sequences])
         tokens = [[sequence.tokens[-1]] for sequence in sequences]  # [sequence][node]
+        survivals = [[1.0] for _ in sequences]  # [sequence][node]
         num_levels = max(shape.num_levels for shape in shapes)
         width = max(shape.width for shape in shapes)
         rows = [(i, 0) for i in range(len(sequences))]  # (sequence, node) where each branch ends
@@ -76,8 +77,11 @@ class HydraDrafter:
             hidden, torch.tensor([ids[0] for ids in tokens], device=hidden.device), num_levels
         )
         for level in range(num_levels):
-            best = self._heads.logits(frontier).topk(width).indices.tolist()
-            best_of = dict(zip(rows, best, strict=True))
+            logits = self._heads.logits(frontier).float()
+            best = logits.topk(width)
+            chances = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
+            best_of = dict(zip(rows, best.indices.tolist(), strict=True))
+            chance_of = dict(zip(rows, chances.tolist(), strict=True))
             grown = [
                 (i, node)
                 for i, shape in enumerate(shapes)
@@ -85,7 +89,9 @@ class HydraDrafter:
                 for node in shape.levels[level]
             ]
             for i, node in grown:
-                tokens[i].append(best_of[i, shapes[i].parents[node]][shapes[i].ranks[node]])
+                parent, rank = shapes[i].parents[node], shapes[i].ranks[node]
+                tokens[i].append(best_of[i, parent][rank])
+                survivals[i].append(survivals[i][parent] * chance_of[i, parent][rank])
             row_of = {row: index for index, row in enumerate(rows)}
             rows = [(i, node) for i, node in grown if node in shapes[i].inner]
             if rows:
@@ -97,5 +103,6 @@ class HydraDrafter:
                     torch.tensor(new_ids, device=hidden.device),
                 )
         return [
-            DraftTree(tuple(ids), shape.parents) for ids, shape in zip(tokens, shapes, strict=True)
+            DraftTree(tuple(ids), shape.parents, tuple(chances))
+            for ids, shape, chances in zip(tokens, shapes, survivals, strict=True)
         ]

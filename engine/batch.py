@@ -51,6 +51,11 @@ class Batch:
         return self.sampling + self.filling
 
     @property
+    def num_span_tokens(self) -> int:
+        """Rows without drafts."""
+        return sum(part.span for part in self.parts)
+
+    @property
     def sequences(self) -> list[Sequence]:
         """The sampling sequences."""
         return [part.sequence for part in self.sampling]

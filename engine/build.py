@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headway.engine.config import EngineConfig
+from headway.engine.draft_budget import DraftBudget
 from headway.engine.engine import Engine
 from headway.engine.errors import ModelLoadError
 from headway.engine.kv_cache import KVCache, block_bytes
@@ -84,6 +85,7 @@ def build_engine(
         config,
         _limits(model, config, num_blocks * config.block_size),
         drafter,
+        DraftBudget() if config.adaptive_drafts else None,
         observe_step,
     )
     engine.warm_up()

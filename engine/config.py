@@ -55,6 +55,8 @@ class EngineConfig:
     """Share the blocks of equal prompt prefixes between requests."""
     max_draft_tokens: int = 8
     """Nodes drafted for one sequence in one step, 63 at most; 0 turns speculation off."""
+    adaptive_drafts: bool = True
+    """Verify only drafts that measured step times make worthwhile; otherwise all that are proposed."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for settings that cannot work together."""

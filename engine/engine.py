@@ -12,6 +12,7 @@ from headway.engine.batch import Batch, Scheduled, build_input, slot_range
 from headway.engine.block_pool import BlockPool
 from headway.engine.commit import commit_chunk, commit_sample, end
 from headway.engine.config import EngineConfig
+from headway.engine.draft_budget import DraftBudget
 from headway.engine.kv_cache import KVCache
 from headway.engine.request import FinishReason, Output, Request, StoppingParams, TokenLogprobs
 from headway.engine.runner import ModelRunner
@@ -26,6 +27,7 @@ from headway.engine.stats import (
     StepRecord,
     Stopwatch,
 )
+from headway.engine.step_times import StepTimes
 from headway.engine.tree import Commit, Drafter, DraftTree
 from headway.engine.validation import Limits
 
@@ -44,6 +46,7 @@ class Engine:
         config: EngineConfig,
         limits: Limits,
         drafter: Drafter | None = None,
+        budget: DraftBudget | None = None,
         observe_step: Callable[[StepRecord], None] = lambda record: None,
     ) -> None:
         self.runner = runner
@@ -52,6 +55,8 @@ class Engine:
         self.limits = limits
         self.config = config if drafter else replace(config, max_draft_tokens=0)
         self.drafter = drafter
+        self.budget = budget if drafter else None
+        """None verifies every draft."""
         num_lengths = self.config.max_draft_tokens + 1
         self.counters = EngineCounters(spec_accepted_lengths=[0] * num_lengths)
         self.pool = BlockPool(cache.num_blocks, cache.block_size, config.prefix_cache)
@@ -102,6 +107,7 @@ class Engine:
         self.cache.move(self._moves(batch, accepted))
         watch.lap("accept")
         outputs = self._commit(batch, trees, accepted, result.hidden)
+        self._learn(batch, trees, accepted, watch)
         watch.lap("commit")
         self._observe_step(watch.record(len(batch), len(forward_input.token_ids)))
         return expired + outputs
@@ -114,6 +120,8 @@ class Engine:
         batch = Batch((Scheduled(sequence, len(prompt), 1),), ())
         trees = [DraftTree.chain(prompt[-1], prompt[:1])]
         self.runner.warm_up(build_input(batch, trees, self.cache))
+        if self.budget is not None:
+            self._time_passes(sequence, self.budget.times)
         self.pool.release(sequence)
 
     def snapshot(self) -> EngineSnapshot:
@@ -134,17 +142,57 @@ class Engine:
                 drafter=NO_DRAFTER if self.drafter is None else self.drafter.name,
                 max_draft_tokens=self.config.max_draft_tokens,
             ),
+            step_seconds=() if self.budget is None else self.budget.times.table(),
         )
+
+    def _time_passes(self, sequence: Sequence, times: StepTimes) -> None:
+        """Time passes over the last token of a sequence and drafts under it; the rest is cached.
+
+        The drafts differ, as real ones do: a mixture of experts then reads more than one's weights.
+        """
+        sequence.num_computed = len(sequence.tokens) - 1
+
+        def run(num_rows: int) -> None:
+            drafts = [node % self.limits.vocab_size for node in range(num_rows - 1)]
+            tree = DraftTree((sequence.tokens[-1], *drafts), (-1, *(0,) * len(drafts)))
+            self.pool.grow(sequence, sequence.num_computed + num_rows)
+            batch = Batch((Scheduled(sequence, 1, len(drafts)),), ())
+            self.runner.forward(build_input(batch, [tree], self.cache))
+
+        times.measure(run, self.limits.max_cache_tokens - sequence.num_computed)
 
     def _draft(self, batch: Batch) -> list[DraftTree]:
         """A tree for each sampling sequence; of its root alone where nothing may be drafted."""
         limits = [part.max_drafted for part in batch.sampling]
+        if self.budget is not None and not self.budget.allows_drafts:
+            self.counters.spec_disabled["cost"] += sum(limit > 0 for limit in limits)
+            limits = []
         if self.drafter is None or not any(limits):
             return [DraftTree.root_only(sequence.tokens[-1]) for sequence in batch.sequences]
         trees = self.drafter.propose(batch.sequences, limits)
         for tree, limit in zip(trees, limits, strict=True):
             tree.check(limit)
-        return trees
+        if self.budget is None:
+            return trees
+        return self.budget.prune(batch.sequences, trees, batch.num_span_tokens)
+
+    def _learn(
+        self, batch: Batch, trees: Seq[DraftTree], accepted: Seq[Accepted], watch: Stopwatch
+    ) -> None:
+        """Tell the budget what became of the drafts, and what they cost."""
+        if self.budget is None or not batch.sampling:
+            return
+        num_drafted = sum(tree.num_drafted for tree in trees)
+        if batch.num_span_tokens == len(batch.sampling):  # Rows of prompts have no logits.
+            self.budget.times.note(batch.num_span_tokens + num_drafted, watch.model_seconds)
+        self.budget.settle(
+            batch.sequences,
+            trees,
+            [result.path for result in accepted],
+            batch.num_span_tokens,
+            watch.draft_seconds,
+            watch.other_seconds,
+        )
 
     def _moves(self, batch: Batch, accepted: Seq[Accepted]) -> list[tuple[int, int]]:
         """Cache slots to copy so that each accepted path lies at consecutive slots after its root."""

@@ -33,6 +33,8 @@ class Sequence:
         """Prompt positions whose logprobs were already reported."""
         self.output_counts: Counter[int] = Counter()
         """How often each token occurs in the answer; penalties read it."""
+        self.draft_luck = 0.0
+        """Log odds by which its drafts do better than others; draft_chances.py keeps it."""
         self.timing = Timing(arrived)
         self.speculation = SpeculationStats()
 

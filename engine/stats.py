@@ -7,9 +7,9 @@ from typing import Literal
 NO_DRAFTER = "off"
 """Stands for a drafter's name where nothing drafts."""
 
-Undrafted = Literal["request", "load", "blocks"]
-"""Why a sequence may not draft in a step: its request says so, the step's tokens are used up, or the
-cache has no free block."""
+Undrafted = Literal["request", "load", "blocks", "cost"]
+"""Why a sequence may not draft in a step: its request says so, the step's tokens are used up, the
+cache has no free block, or drafts have cost more time than they saved."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class EngineCounters:
     accepted the first, 3 the second and 1 the third.
     """
     spec_disabled: dict[Undrafted, int] = field(
-        default_factory=lambda: {"request": 0, "load": 0, "blocks": 0}
+        default_factory=lambda: {"request": 0, "load": 0, "blocks": 0, "cost": 0}
     )
     """Passes of one sequence in which the drafter was not asked, by reason."""
 
@@ -102,6 +102,20 @@ class Stopwatch:
         self._seconds[phase] += now - self._last
         self._last = now
 
+    @property
+    def model_seconds(self) -> float:
+        return self._seconds["model"]
+
+    @property
+    def draft_seconds(self) -> float:
+        return self._seconds["draft"]
+
+    @property
+    def other_seconds(self) -> float:
+        """Time outside the model and the drafter so far, the phase that has not ended included."""
+        running = time.perf_counter() - self._last
+        return sum(self._seconds.values()) + running - self.model_seconds - self.draft_seconds
+
     def record(self, num_sequences: int, num_tokens: int) -> StepRecord:
         seconds = {f"{phase}_seconds": value for phase, value in self._seconds.items()}
         return StepRecord(num_sequences, num_tokens, **seconds)
@@ -133,3 +147,5 @@ class EngineSnapshot:
     num_evicted_blocks: int
     counters: EngineCounters
     info: EngineInfo
+    step_seconds: tuple[tuple[int, float], ...] = ()
+    """(rows, seconds) of a pass of the model, as drafts are chosen by; empty where none are."""

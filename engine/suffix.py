@@ -172,4 +172,5 @@ def breadth_first(nodes: Seq[Candidate]) -> DraftTree:
     return DraftTree(
         tuple(nodes[index].token_id for index in order),
         tuple(places[nodes[index].parent] for index in order),
+        tuple(-nodes[index].negative_survival for index in order),
     )

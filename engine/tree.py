@@ -4,7 +4,7 @@ Knows nothing of how drafts are made or verified.
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -33,6 +33,10 @@ class DraftTree:
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
+    survivals: tuple[float, ...] | None = field(default=None, compare=False)
+    """The drafter's own estimate, for each node, of the chance that all drafts down to it are
+    accepted; the root's is 1. None where it has none. What a tree proposes is its tokens, so trees
+    with the same tokens are equal."""
 
     @classmethod
     def root_only(cls, token_id: int) -> "DraftTree":
@@ -63,6 +67,17 @@ class DraftTree:
             masks.append((masks[parent] if parent >= 0 else 0) | 1 << node)
         return tuple(masks)
 
+    def keep(self, nodes: Seq[int]) -> "DraftTree":
+        """The tree of some of the nodes: ascending, the root and every node's parent among them."""
+        if len(nodes) == len(self.token_ids):
+            return self
+        place = {node: index for index, node in enumerate(nodes)} | {-1: -1}
+        return DraftTree(
+            tuple(self.token_ids[node] for node in nodes),
+            tuple(place[self.parents[node]] for node in nodes),
+            self.survivals and tuple(self.survivals[node] for node in nodes),
+        )
+
     def child(self, node: int, token_id: int) -> int | None:
         """The child of `node` that holds `token_id`."""
         for candidate in range(node + 1, len(self.token_ids)):
@@ -84,6 +99,7 @@ class DraftTree:
         assert self.parents[0] == -1
         assert all(0 <= parent < node for node, parent in enumerate(self.parents) if node)
         assert list(self.depths) == sorted(self.depths)
+        assert self.survivals is None or len(self.survivals) == len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)

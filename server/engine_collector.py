@@ -48,6 +48,12 @@ class EngineCollector(Collector):
             yield from self._queue_and_cache(now)
             yield from self._token_counters(now)
             yield from self._speculation(now.counters, now.info.drafter)
+            yield self._gauges(
+                "model_pass_seconds",
+                "Typical time of a pass of the model over so many rows, by which drafts are chosen.",
+                "rows",
+                {str(num_rows): seconds for num_rows, seconds in now.step_seconds},
+            )
 
     def _state(self) -> str:
         if self.door is None:
@@ -203,7 +209,8 @@ class EngineCollector(Collector):
         disabled = self._counter_family(
             "spec_disabled",
             "Passes over one sequence in which it could not draft: its request says so (request), the "
-            "step's tokens were used up (load), no cache block was free (blocks).",
+            "step's tokens were used up (load), no cache block was free (blocks), drafts have cost more time "
+            "than they saved (cost).",
             "method",
             "reason",
         )

@@ -7,26 +7,39 @@ from dataclasses import dataclass, field
 
 from headway.engine.build import build_engine
 from headway.engine.config import EngineConfig
+from headway.engine.draft_budget import DraftBudget
 from headway.engine.engine import Engine
 from headway.engine.models.attention import ATTENTION
 from headway.engine.request import Finish, Output, Request, StoppingParams, TokenLogprobs
 from headway.engine.sequence import Sequence
+from headway.engine.step_times import StepTimes
 from headway.engine.tree import Commit, Drafter, DraftTree
 from tiny import EOS_ID, VOCAB_SIZE, tiny_model
 
-SMALL = EngineConfig(kv_cache_bytes=1 << 20, block_size=4, num_threads=1)
+SMALL = EngineConfig(kv_cache_bytes=1 << 20, block_size=4, num_threads=1, adaptive_drafts=False)
+"""Verifies every draft, so that steps can be counted; tests of the budget inject one."""
 
 
 def tiny_engine(
     drafter: Drafter | None = None,
     config: EngineConfig = SMALL,
     eos_token_ids: Seq[int] = (EOS_ID,),
+    budget: DraftBudget | None = None,
     **model_changes: object,
 ) -> Engine:
     """An engine on the tiny model in float32 with one thread."""
     model = tiny_model(**model_changes)  # type: ignore[arg-type]
     model.set_attn_implementation(ATTENTION)
-    return build_engine(model, eos_token_ids, config, drafter)
+    engine = build_engine(model, eos_token_ids, config, drafter)
+    engine.budget = budget or engine.budget
+    return engine
+
+
+class FixedTimes(StepTimes):
+    """Step times that are given and stay: {rows: seconds}."""
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        pass
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -58,6 +58,23 @@ def test_each_node_holds_the_token_of_its_rank(make_heads: MakeHeads, shape: Tre
     assert tree == brute_force(heads, hidden, sequence.tokens[-1], shape)
 
 
+def test_a_node_survives_as_often_as_the_heads_say(make_heads: MakeHeads) -> None:
+    heads = make_heads(5, EIGHT_NODES)
+    drafter = HydraDrafter(heads)
+    sequence = observed(drafter, 1)[0]
+    hidden = torch.randn(2, 32, generator=torch.Generator().manual_seed(5))[-1]
+    [tree] = drafter.propose([sequence], [63])
+    assert tree.survivals is not None
+    frontier = heads.begin(hidden[None], torch.tensor(tree.token_ids[:1]), 5)
+    first = heads.logits(frontier)[0].softmax(-1)
+    second = heads.logits(heads.extend(frontier, slice(None), torch.tensor(tree.token_ids[1:2])))
+    assert tree.survivals[0] == 1.0
+    assert tree.survivals[2] == pytest.approx(first[tree.token_ids[2]].item())
+    grandchild = tree.parents.index(1)
+    expected = first[tree.token_ids[1]] * second[0].softmax(-1)[tree.token_ids[grandchild]]
+    assert tree.survivals[grandchild] == pytest.approx(expected.item())
+
+
 @pytest.mark.parametrize("shape", [TreeShape.chain(5), EIGHT_NODES, BUSHY])
 def test_a_budget_keeps_the_first_nodes(make_heads: MakeHeads, shape: TreeShape) -> None:
     drafter = HydraDrafter(make_heads(5, shape))

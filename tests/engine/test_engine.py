@@ -9,6 +9,7 @@ from scipy.stats import chisquare
 
 from headway.engine.batch import Batch, Scheduled, build_input
 from headway.engine.config import EngineConfig
+from headway.engine.draft_budget import DraftBudget
 from headway.engine.engine import Engine
 from headway.engine.request import (
     FinishReason,
@@ -22,7 +23,16 @@ from headway.engine.sequence import Sequence
 from headway.engine.suffix import SuffixDrafter
 from headway.engine.tree import Drafter, DraftTree
 from tiny import tiny_model
-from tiny_engine import SMALL, Answer, ScriptedDrafter, prompt, request, run, tiny_engine
+from tiny_engine import (
+    SMALL,
+    Answer,
+    FixedTimes,
+    ScriptedDrafter,
+    prompt,
+    request,
+    run,
+    tiny_engine,
+)
 
 LAWS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -42,7 +52,7 @@ LAWS = {
     "words": SamplingParams(temperature=1.0, seed=7, bad_words=((5,), (8, 9)), top_p=0.95),
 }
 LENGTHS = (1, 3, 17, 50, 33, 16, 7, 64, 20)
-TIGHT = EngineConfig(kv_cache_bytes=32 << 10, block_size=4, max_chunk_tokens=7, max_batch_tokens=37)
+TIGHT = replace(SMALL, kv_cache_bytes=32 << 10, max_chunk_tokens=7, max_batch_tokens=37)
 
 
 def mixed_requests() -> list[Request]:
@@ -111,6 +121,43 @@ def test_output_depends_on_the_request_alone(
         assert not drafter.known, "state of ended sequences is kept"
     if hits == 0.9:
         assert engine.counters.spec_accepted_tokens > 40
+
+
+@pytest.mark.parametrize("hits", [0.0, 0.9], ids=["wrong", "right"])
+@pytest.mark.parametrize("config", [SMALL, TIGHT], ids=["roomy", "tight"])
+def test_a_budget_for_drafts_changes_nothing_but_speed(
+    plain: dict[str, Answer], hits: float, config: EngineConfig
+) -> None:
+    """Rows cost so much that some drafts are left out, and wrong ones are soon not asked for."""
+    budget = DraftBudget(FixedTimes({1: 1.0, 64: 6.0}))
+    engine = tiny_engine(scripted(plain, hits), config, budget=budget)
+    assert_same(run(engine, mixed_requests(), join_every=2), plain)
+    counters = engine.counters
+    unlimited = tiny_engine(scripted(plain, hits), config)
+    assert_same(run(unlimited, mixed_requests(), join_every=2), plain)
+    assert 0 < counters.spec_drafted_tokens < unlimited.counters.spec_drafted_tokens
+    if hits == 0.0:
+        assert counters.spec_disabled["cost"] > 0
+    else:
+        assert counters.spec_accepted_tokens > 20
+
+
+def test_step_times_are_measured_and_kept_up_to_date() -> None:
+    engine = tiny_engine(SuffixDrafter(), replace(SMALL, adaptive_drafts=True))
+    before = dict(engine.snapshot().step_seconds)
+    assert before[1] > 0
+    assert list(before.values()) == sorted(before.values())
+    assert engine.pool.num_active == 0
+    run(engine, [request("x", prompt(5))])
+    assert dict(engine.snapshot().step_seconds) != before
+    assert tiny_engine(SuffixDrafter()).snapshot().step_seconds == ()
+
+
+def test_step_times_need_no_more_cache_than_there_is() -> None:
+    config = replace(SMALL, adaptive_drafts=True, kv_cache_bytes=4 << 10)
+    engine = tiny_engine(SuffixDrafter(), config)
+    assert engine.limits.max_cache_tokens < 64
+    assert engine.snapshot().step_seconds[0][1] > 0
 
 
 def test_the_suffix_drafter_changes_nothing_but_speed(plain: dict[str, Answer]) -> None:

@@ -24,6 +24,16 @@ def test_a_chain_is_one_path() -> None:
     assert DraftTree.chain(5, []) == DraftTree.root_only(5)
 
 
+def test_some_nodes_can_be_kept() -> None:
+    tree = DraftTree(EXAMPLE.token_ids, EXAMPLE.parents, (1.0, 0.6, 0.3, 0.5, 0.1))
+    kept = tree.keep([0, 1, 4])
+    assert kept == DraftTree((10, 11, 14), (-1, 0, 1))
+    assert kept.survivals == (1.0, 0.6, 0.1)
+    assert EXAMPLE.keep([0, 2]) == DraftTree((10, 12), (-1, 0))
+    assert tree.keep([0]) == DraftTree.root_only(10)
+    assert tree.keep(range(5)) is tree
+
+
 @pytest.mark.parametrize(
     ("tree", "max_drafted"),
     [

@@ -52,6 +52,7 @@ EXPECTED = {
     "spec_accepted_tokens_per_position": ("counter", ("method", "model", "position")),
     "spec_accepted_length": ("histogram", ("method", "model")),
     "spec_disabled": ("counter", ("method", "model", "reason")),
+    "model_pass_seconds": ("gauge", ("model", "rows")),
     "step_seconds": ("histogram", ("model", "phase")),
     "step_tokens": ("histogram", ("model",)),
     "batch_size": ("histogram", ("model",)),
@@ -84,7 +85,7 @@ class CountingEngine(FakeEngine):
             spec_drafted_tokens=19,
             spec_emitted_tokens=21,
             spec_accepted_lengths=[4, 0, 2, 1],
-            spec_disabled={"request": 24, "load": 25, "blocks": 26},
+            spec_disabled={"request": 24, "load": 25, "blocks": 26, "cost": 27},
         )
         return EngineSnapshot(
             1,
@@ -96,6 +97,7 @@ class CountingEngine(FakeEngine):
             num_evicted_blocks=7,
             counters=counters,
             info=EngineInfo(16, "bfloat16", "suffix", 3),
+            step_seconds=((1, 0.005), (4, 0.007)),
         )
 
 
@@ -166,6 +168,8 @@ def test_names_types_and_labels() -> None:
         ("spec_disabled_total", {"method": "suffix", "reason": "request"}, 24),
         ("spec_disabled_total", {"method": "suffix", "reason": "load"}, 25),
         ("spec_disabled_total", {"method": "suffix", "reason": "blocks"}, 26),
+        ("spec_disabled_total", {"method": "suffix", "reason": "cost"}, 27),
+        ("model_pass_seconds", {"rows": "4"}, 0.007),
         ("requests_total", {"api": "score", "finish_reason": "cancelled"}, 1),
         ("requests_total", {"api": "generate_stream", "finish_reason": "error"}, 0),
         ("discarded_tokens_total", {"reason": "cancelled"}, 5),
