@@ -1,11 +1,14 @@
 """Puts an Engine together from a loaded model: device, type, threads, and how much cache fits."""
 
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
 from transformers import PreTrainedModel
 
+from headway.compiler.graph import Unsupported
+from headway.engine.compiled import CompiledStep
 from headway.engine.config import EngineConfig
 from headway.engine.draft_budget import DraftBudget
 from headway.engine.engine import Engine
@@ -18,6 +21,8 @@ from headway.engine.tree import Drafter
 from headway.engine.validation import Limits
 from headway.kernels.cpu.library import Team
 from headway.kernels.native import NativeUnavailable, start_team
+
+logger = logging.getLogger(__name__)
 
 MAX_CPU_CACHE_BYTES = 4 << 30
 
@@ -69,17 +74,19 @@ def build_engine(
     config: EngineConfig,
     drafter: Drafter | None = None,
     observe_step: Callable[[StepRecord], None] = lambda record: None,
+    team: Team | None = None,
 ) -> Engine:
     """Make and warm up an engine for a model that was loaded with attention `headway`.
 
-    Raises ModelLoadError when the cache cannot hold a useful number of tokens or the model cannot be
+    team: threads for the native kernels (resolve_team); without it everything runs in torch. Raises
+    ModelLoadError when the cache cannot hold a useful number of tokens or the model cannot be
     served right.
     """
     torch.set_num_threads(config.num_threads or usable_cores())
     num_blocks = _num_blocks(model, config)
     cache = KVCache(model.config, num_blocks, config.block_size, model.dtype, model.device)
     engine = Engine(
-        ModelRunner(model),
+        ModelRunner(model, _compiled(model, cache, config, team)),
         cache,
         eos_token_ids,
         config,
@@ -90,6 +97,19 @@ def build_engine(
     )
     engine.warm_up()
     return engine
+
+
+def _compiled(
+    model: PreTrainedModel, cache: KVCache, config: EngineConfig, team: Team | None
+) -> CompiledStep | None:
+    """The native pass; None, and a line in the log that says why, where the model runs eagerly."""
+    if team is None or config.compile == "off":
+        return None
+    try:
+        return CompiledStep(model, cache, config, team)
+    except Unsupported as error:
+        logger.warning("compile=off, which is slower, because of the model: %s", error)
+        return None
 
 
 def _num_blocks(model: PreTrainedModel, config: EngineConfig) -> int:

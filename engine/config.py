@@ -7,6 +7,7 @@ from headway.kernels.cpu.levels import KernelChoice
 from headway.kernels.ops import Activations
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Compile = Literal["auto", "off"]
 Quantize = Literal["none", "int8", "int4"]
 
 MAX_NODES = 64
@@ -35,6 +36,9 @@ class EngineConfig:
     kernels: KernelChoice = "auto"
     """Bodies of the CPU kernels: plain torch (reference), or C++ for an instruction set; auto takes
     the best that this machine can run and compile, and the reference where there is none."""
+    compile: Compile = "auto"
+    """Run the model as one native program where the native kernels serve it (auto), or module by
+    module (off)."""
     block_size: int = 16
     """Tokens in one block of the KV cache."""
     kv_cache_bytes: int = 0

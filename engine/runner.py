@@ -1,13 +1,16 @@
 """ModelRunner: one pass of a transformers model over a ForwardInput. Knows no requests."""
 
+import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
 from headway.engine.batch import ForwardInput, ForwardOutput
 from headway.engine.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
 
 
 def output_projection(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -23,18 +26,41 @@ def output_projection(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.
     return project
 
 
-class ModelRunner:
-    """Runs the decoder over all rows and the output head over those whose logits are wanted."""
+class CompiledPass(Protocol):
+    """The same pass, made by a compiler; see compiled.py."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    max_difference: float
+    """What may lie between its logits and the eager ones, as a part of their mean size."""
+
+    def forward(self, forward_input: ForwardInput) -> ForwardOutput:
+        """Compute every row, write its keys and values to the cache."""
+        ...
+
+
+class ModelRunner:
+    """Runs the decoder over all rows and the output head over those whose logits are wanted.
+
+    With a compiled pass that is what runs, and the model's own modules are its oracle.
+    """
+
+    def __init__(self, model: PreTrainedModel, compiled: CompiledPass | None = None) -> None:
         untyped: Any = model
         self.model = untyped
+        self.compiled = compiled
         self._decoder = untyped.get_decoder()
         self._project = output_projection(model)
 
     @torch.inference_mode()
     def forward(self, forward_input: ForwardInput) -> ForwardOutput:
-        """Compute every row, write its keys and values to the cache."""
+        """Compute every row, write its keys and values to the cache.
+
+        Of a compiled pass the output is good until the next call.
+        """
+        if self.compiled is not None:
+            return self.compiled.forward(forward_input)
+        return self._forward(forward_input)
+
+    def _forward(self, forward_input: ForwardInput) -> ForwardOutput:
         hidden = self._decoder(
             input_ids=forward_input.token_ids[None],
             position_ids=forward_input.positions[None],
@@ -56,7 +82,7 @@ class ModelRunner:
         make logits that are not finite. Such a model is refused with ModelLoadError rather than
         served wrong.
         """
-        ours = self.forward(forward_input).logits
+        ours = self._forward(forward_input).logits
         theirs = self.model(
             input_ids=forward_input.token_ids[None],
             position_ids=forward_input.positions[None],
@@ -74,4 +100,20 @@ class ModelRunner:
             raise ModelLoadError(
                 f"{type(self.model).__name__} computes its logits in a way this server does not know "
                 f"(they differ by {difference:.3g}); serve a model of another family"
+            )
+        self._check_compiled(forward_input, theirs.float())
+
+    def _check_compiled(self, forward_input: ForwardInput, eager: torch.Tensor) -> None:
+        """Run the compiled pass, and leave it if its logits are not those of the model's modules."""
+        if self.compiled is None:
+            return
+        compiled = self.compiled.forward(forward_input).logits
+        assert compiled is not None
+        difference = ((compiled - eager).square().mean() / eager.square().mean()).sqrt().item()
+        if not difference <= self.compiled.max_difference:
+            self.compiled = None
+            logger.warning(
+                "compile=off, which is slower, because the compiled logits are %.2g of their size "
+                "away from the model's: please report the model's family",
+                difference,
             )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from headway.draft_heads.drafter import HydraDrafter
 from headway.draft_heads.store import load_heads, read_record
-from headway.engine.build import build_engine, resolve_device, resolve_dtype
+from headway.engine.build import build_engine, resolve_device, resolve_dtype, resolve_team
 from headway.engine.config import EngineConfig
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
@@ -22,6 +22,7 @@ from headway.engine.models.tokenizer import load_tokenizer
 from headway.engine.stats import StepRecord
 from headway.engine.suffix import SuffixDrafter
 from headway.engine.tree import Drafter
+from headway.kernels.cpu.library import Team
 from headway.server.engine_door import ServedModel
 
 DrafterChoice = Literal["suffix", "heads", "off"]
@@ -59,6 +60,8 @@ class Assembled:
     settings: ModelSettings
     loaded: LoadedModel
     tokenizer: Any
+    team: Team | None
+    """Threads for the native kernels; engines of one model share them, a step at a time."""
 
 
 def assemble(settings: ModelSettings, progress: Progress = no_progress) -> Assembled:
@@ -76,7 +79,7 @@ def assemble(settings: ModelSettings, progress: Progress = no_progress) -> Assem
         activations=settings.engine.activations,
         progress=progress,
     )
-    return Assembled(settings, loaded, load_tokenizer(loaded.path))
+    return Assembled(settings, loaded, load_tokenizer(loaded.path), resolve_team(settings.engine))
 
 
 def make_engine(
@@ -92,6 +95,7 @@ def make_engine(
         settings.engine,
         _make_drafter(drafter or settings.drafter, assembled),
         observe_step,
+        assembled.team,
     )
 
 

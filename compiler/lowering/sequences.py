@@ -1,0 +1,118 @@
+"""Rules for norms, rotations and attention."""
+
+from headway.compiler.graph import Unsupported
+from headway.compiler.lowering.emitter import Emitter, Rows, size
+from headway.compiler.placement import Operand, Step
+from headway.compiler.program import Open, Word
+from headway.kernels.attention import CACHE_TYPES, attention_scratch_bytes
+
+
+def rms_norm(emitter: Emitter, step: Step) -> None:
+    """Rows, or heads within rows."""
+    x, out = Rows.of(emitter.access(step.inputs[0])), Rows.of(step.output)
+    emitter.call(
+        "rms_norm",
+        x=emitter.address(step.inputs[0]),
+        x_stride=x.stride,
+        x_inner_stride=x.inner_stride,
+        weight=emitter.address(step.inputs[1]),
+        epsilon=step.node["epsilon"],
+        out=emitter.address(step.output),
+        out_stride=out.stride,
+        out_inner_stride=out.inner_stride,
+        num_rows=size(x.num_rows),
+        num_inner=x.num_inner,
+        width=x.width,
+    )
+
+
+def rope(emitter: Emitter, step: Step) -> None:
+    """Rotate the two halves of each head."""
+    x, out = Rows.of(emitter.access(step.inputs[0])), Rows.of(step.output)
+    cos, sin = (Rows.of(emitter.access(each)) for each in step.inputs[1:])
+    if cos.stride != sin.stride or cos.num_inner > 1 or cos.width != x.width:
+        raise Unsupported(f"angles of shape {emitter.access(step.inputs[1]).shape}")
+    emitter.call(
+        "rope",
+        x=emitter.address(step.inputs[0]),
+        x_stride=x.stride,
+        x_head_stride=x.inner_stride,
+        cos=emitter.address(step.inputs[1]),
+        sin=emitter.address(step.inputs[2]),
+        angle_stride=cos.stride,
+        out=emitter.address(step.output),
+        out_stride=out.stride,
+        out_head_stride=out.inner_stride,
+        num_rows=size(x.num_rows),
+        num_heads=x.num_inner,
+        head_size=x.width,
+        rotary_size=x.width,
+    )
+
+
+def attention(emitter: Emitter, step: Step) -> None:
+    """Store this layer's keys and values, then attend to the cache."""
+    query, key, value, cache_name, *tables = step.inputs
+    cache = _layer(emitter, step, cache_name)
+    q, k, v, out = (Rows.of(emitter.access(each)) for each in (query, key, value, step.output))
+    slots, block_tables, cu_lengths, context_lengths, span_lengths, positions, masks = (
+        emitter.address(each) for each in tables
+    )
+    emitter.call(
+        "write_kv",
+        key=emitter.address(key),
+        key_stride=k.stride,
+        key_head_stride=k.inner_stride,
+        value=emitter.address(value),
+        value_stride=v.stride,
+        value_head_stride=v.inner_stride,
+        **cache,
+        slots=slots,
+        num_rows=size(k.num_rows),
+        num_groups=k.num_inner,
+        head_size=k.width,
+    )
+    scratch_bytes = attention_scratch_bytes(emitter.num_threads, q.num_inner, k.num_inner, q.width)
+    emitter.call(
+        "attention",
+        query=emitter.address(query),
+        query_stride=q.stride,
+        query_head_stride=q.inner_stride,
+        **cache,
+        block_tables=block_tables,
+        table_stride=Open("P"),
+        block_size=step.node["block_size"],
+        cu_lengths=cu_lengths,
+        context_lengths=context_lengths,
+        span_lengths=span_lengths,
+        positions=positions,
+        tree_masks=masks,
+        num_sequences=Open("S"),
+        num_heads=q.num_inner,
+        num_groups=k.num_inner,
+        head_size=q.width,
+        window=step.node["window"] or 0,
+        scale=step.node["scale"],
+        softcap=step.node["softcap"] or 0.0,
+        out=emitter.address(step.output),
+        out_stride=out.stride,
+        out_head_stride=out.inner_stride,
+        scratch=emitter.scratch("attention.scratch", scratch_bytes),
+        scratch_bytes=scratch_bytes,
+    )
+
+
+def _layer(emitter: Emitter, step: Step, name: Operand) -> dict[str, Word]:
+    """The arguments that describe one layer of the cache."""
+    cache = emitter.bound.get(name) if isinstance(name, str) else None
+    if cache is None:
+        raise Unsupported("attention to a cache that is another one in each step")
+    keys, values = cache[step.node["layer"]]
+    return {
+        "key_cache": keys,
+        "value_cache": values,
+        "key_scales": None,
+        "value_scales": None,
+        "cache_type": CACHE_TYPES[cache.dtype],
+        "slot_stride": keys.stride(0),
+    }

@@ -1,0 +1,111 @@
+"""CompiledStep: the model's pass as one native program. The eager pass in runner.py is its oracle.
+
+Knows how ForwardInput becomes the program's inputs; the compiler knows how to make the program.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from headway.compiler.capture import capture
+from headway.compiler.step import compile_graph
+from headway.engine.batch import ForwardInput, ForwardOutput
+from headway.engine.config import EngineConfig
+from headway.engine.kv_cache import KVCache
+from headway.engine.runner import output_projection
+from headway.kernels.cpu.library import Team
+
+_OPEN_SIZES = {
+    **{name: {0: "T"} for name in ("token_ids", "positions", "slots", "tree_masks")},
+    "cu_lengths": {0: "num_lengths"},
+    **{name: {0: "S"} for name in ("context_lengths", "span_lengths")},
+    "block_tables": {0: "S", 1: "P"},
+    "logit_rows": {0: "R"},
+}
+"""T rows, S sequences, P blocks of the longest, R rows with logits: known when a step runs."""
+
+
+class _Pass(torch.nn.Module):
+    """What is captured: tensors of a ForwardInput by name -> hidden states and logits."""
+
+    def __init__(self, model: PreTrainedModel, cache: KVCache) -> None:
+        super().__init__()
+        untyped: Any = model
+        self.model = model
+        self._decoder = untyped.get_decoder()
+        self._project = output_projection(model)
+        self._block_size = cache.block_size
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors = {name: inputs[name] for name in _OPEN_SIZES}
+        cache: Any = _CacheView(inputs["cache"], self._block_size)
+        hidden = self._decoder(
+            input_ids=inputs["token_ids"][None],
+            position_ids=inputs["positions"][None],
+            use_cache=False,
+            forward_input=ForwardInput(**tensors, needs_logits=True, cache=cache),
+        ).last_hidden_state[0]
+        return {"hidden": hidden, "logits": self._project(hidden[inputs["logit_rows"]])}
+
+
+class _CacheView:
+    """As much of a KVCache as attention reads while it is traced."""
+
+    def __init__(self, data: torch.Tensor, block_size: int) -> None:
+        self.data = data
+        self.block_size = block_size
+
+
+class CompiledStep:
+    """Runs a model's pass in one native call."""
+
+    def __init__(
+        self, model: PreTrainedModel, cache: KVCache, config: EngineConfig, team: Team
+    ) -> None:
+        """Capture and compile. Raises compiler.graph.Unsupported if the model cannot be."""
+        graph = capture(_Pass(model, cache), _example(cache.data), _OPEN_SIZES)
+        max_sizes = {"T": config.max_batch_tokens, "R": config.max_batch_tokens}
+        self._program = compile_graph(graph, {"cache": cache.data}, max_sizes, team)
+        rounds = any(node["int8"] for node in graph.nodes)
+        # Rounding to int8 can fall to the other side of a half by the last bit of a sum.
+        self.max_difference = 0.2 if rounds else 1e-2
+        self._vocab_size: int = model.config.get_text_config().vocab_size
+
+    def forward(self, forward_input: ForwardInput) -> ForwardOutput:
+        """Compute every row, write its keys and values to the cache.
+
+        `hidden` and the best tokens are views that the next call overwrites.
+        """
+        inputs: dict[str, torch.Tensor] = {
+            name: getattr(forward_input, name) for name in _OPEN_SIZES
+        }
+        num_rows, num_logits = len(forward_input.token_ids), len(forward_input.logit_rows)
+        num_sequences, num_blocks = forward_input.block_tables.shape
+        logits = None
+        if forward_input.needs_logits:
+            logits = inputs["logits"] = torch.empty(num_logits, self._vocab_size)
+        sizes = {"T": num_rows, "R": num_logits, "S": num_sequences, "P": num_blocks}
+        self._program.run(sizes, inputs)
+        return ForwardOutput(
+            best_ids=self._program.output("best_ids", num_logits)[:, 0],
+            best_values=self._program.output("best_values", num_logits)[:, 0],
+            logits=logits,
+            hidden=self._program.output("hidden", num_rows),
+        )
+
+
+def _example(cache: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Inputs to trace with: shapes matter, values do not. Open sizes are apart from one another."""
+    rows = {name: torch.zeros(7, dtype=torch.int64) for name in ("token_ids", "positions", "slots")}
+    return {
+        **rows,
+        "tree_masks": torch.zeros(7, dtype=torch.int64),
+        "cu_lengths": torch.zeros(4, dtype=torch.int32),
+        "context_lengths": torch.zeros(3, dtype=torch.int32),
+        "span_lengths": torch.zeros(3, dtype=torch.int32),
+        "block_tables": torch.zeros(3, 5, dtype=torch.int32),
+        "logit_rows": torch.zeros(6, dtype=torch.int64),
+        "cache": cache,
+    }
