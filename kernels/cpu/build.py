@@ -71,7 +71,7 @@ def build(
 
     def fill(staging: Path) -> None:
         logger.info("compiling the kernels for %s, once, into %s", level, folder)
-        _compile(command, sorted(sources.glob("*.cpp")), staging)
+        _compile(command, list(sources.glob("*.cpp")), staging)
 
     return _library(make_folder(folder / f"{level}-{key}", fill, _is_whole))
 
@@ -82,6 +82,8 @@ def _library(folder: Path) -> Path:
 
 def _compile(command: Sequence[str], sources: Sequence[Path], folder: Path) -> None:
     """Compile the sources side by side and link them; the library ends in its own SHA-256."""
+    # The longest first: whoever is started last is waited for.
+    sources = sorted(sources, key=lambda path: (-path.stat().st_size, path.name))
     objects = [folder / f"{source.stem}.o" for source in sources]
     jobs = [
         [*command, "-c", str(source), "-o", str(out)]
