@@ -10,7 +10,7 @@ namespace headway {
 // The values of a block of a quantised format: to[input][output].
 template <int kFormat>
 void expand_block(const uint8_t* block, float* to) {
-    constexpr Format kForm = kFormats[kFormat];
+    static constexpr Format kForm = kFormats[kFormat];
     Floats step = load_scales<kFormat>(block);
     Floats minimum = kForm.has_minimum ? load_scales<kFormat>(block + kForm.scales_bytes()) : zeros();
     auto value = [&](Ints code) {
@@ -42,21 +42,22 @@ struct FloatRows {
 
 // sums += rows[first .. first + count] times `count` inputs of 16 outputs.
 template <int kRows>
-inline void add_inputs(const FloatRows<kRows>& rows, int64_t first, const float* weights,
+HEADWAY_INLINE inline void add_inputs(const FloatRows<kRows>& rows, int64_t first, const float* weights,
                        int64_t count, Floats (&sums)[kRows]) {
     for (int64_t k = 0; k < count; ++k) {
         Floats weight = load(weights + kLanes * k);
-        for (int r = 0; r < kRows; ++r)
+        unrolled<kRows>([&](auto r) HEADWAY_INLINE {
             sums[r] = fma(splat(rows.at[r][first + k]), weight, sums[r]);
+        });
     }
 }
 
 template <int kFormat, int kRows>
 void float_rows(const Product& product, const uint8_t* panel, int64_t first_row, float* out) {
-    constexpr Format kForm = kFormats[kFormat];
+    static constexpr Format kForm = kFormats[kFormat];
     FloatRows<kRows> rows(product, first_row);
     Floats sums[kRows];
-    for (auto& sum : sums) sum = zeros();
+    unrolled<kRows>([&](auto r) HEADWAY_INLINE { sums[r] = zeros(); });
     if constexpr (kFormat == kF32) {
         add_inputs<kRows>(rows, 0, reinterpret_cast<const float*>(panel), product.num_inputs, sums);
     } else if constexpr (kFormat == kBf16) {
@@ -75,7 +76,7 @@ void float_rows(const Product& product, const uint8_t* panel, int64_t first_row,
             add_inputs<kRows>(rows, k, weights, count, sums);
         }
     }
-    for (int r = 0; r < kRows; ++r) store(out + kLanes * r, sums[r]);
+    unrolled<kRows>([&](auto r) HEADWAY_INLINE { store(out + kLanes * r, sums[r]); });
 }
 
 }  // namespace headway

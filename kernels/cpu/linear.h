@@ -71,9 +71,21 @@ constexpr int64_t kRowChunk = 128;
 void panel_sums(const Product& product, int64_t panel, int64_t first_row, int64_t num_rows,
                 float* sums);
 
+// Tiles of at most this many rows wait for memory rather than for the processor.
+constexpr int kPrefetchRows = 4;
+
+// Asks for what lies some blocks further, over the panel's end into the next, for the hardware's own
+// prefetching stops at each page of 4 KiB.
+template <int kBytes>
+HEADWAY_INLINE inline void prefetch_block(const uint8_t* block) {
+    constexpr int kAhead = 2048;
+    for (int at = 0; at < kBytes; at += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(block + kAhead + at), _MM_HINT_T0);
+}
+
 // The steps d (at = 0) or the minimums (at = scales_bytes) of 16 outputs.
 template <int kFormat>
-Floats load_scales(const uint8_t* at) {
+HEADWAY_INLINE inline Floats load_scales(const uint8_t* at) {
     if constexpr (kFormats[kFormat].scale_bytes == 2)
         return load_half(reinterpret_cast<const uint16_t*>(at));
     else
