@@ -197,6 +197,13 @@ Visible visible_lanes(const Attention& args, const Tile& tile, const Chunk& chun
     return seen;
 }
 
+// exp(x) for x <= 0. Below exp(-64), which no sum with a 1 in it would notice, it is 0, since what
+// follows is many times slower where numbers get too small to be normal.
+Floats weight_of(Floats x) {
+    Floats lowest = splat(-64.0f);
+    return select(x < lowest, zeros(), exp(max(lowest, x)));
+}
+
 // Turns the scores of visible lanes into weights, others into 0; sets the part's maximum and sum.
 void softmax_lanes(const Attention& args, const Visible& seen, float* scores, float* limits) {
     constexpr int kParts = kChunk / kLanes;
@@ -213,7 +220,7 @@ void softmax_lanes(const Attention& args, const Visible& seen, float* scores, fl
     }
     float limit = max_lanes(largest);
     for (int i = 0; i < kParts; ++i) {
-        score[i] = exp(score[i] - splat(limit));
+        score[i] = weight_of(score[i] - splat(limit));
         store(scores + i * kLanes, score[i]);
     }
     limits[0] = limit;
@@ -271,7 +278,8 @@ void append_part(float* state, const float* part, int64_t width, bool first) {
         return;
     }
     float largest = std::max(state[width], part[width]);
-    Floats old_scale = exp(splat(state[width] - largest)), scale = exp(splat(part[width] - largest));
+    Floats old_scale = weight_of(splat(state[width] - largest));
+    Floats scale = weight_of(splat(part[width] - largest));
     for (int64_t at = 0; at < width; at += kLanes)
         store(state + at, fma(load(state + at), old_scale, load(part + at) * scale));
     Floats sum = fma(splat(state[width + 1]), old_scale, splat(part[width + 1]) * scale);
