@@ -33,6 +33,9 @@ COMMANDS = {
     "demo": Command("demo", "demo", "Show a model being served, with and without speculation."),
     "models pull": Command("models", "pull", "Get a model of the catalogue."),
     "models list": Command("models", "list_models", "List the models of the catalogue."),
+    "models quantize": Command(
+        "models", "quantize", "Pack a model's weights, and measure the cost."
+    ),
     "heads train": Command("heads", "train", "Train draft heads for a model on a file of chats."),
     "bench engine": Command("bench", "bench_engine", "Measure the engine on a set of prompts."),
     "doctor": Command("doctor", "doctor", "Show what this machine has and what clashes."),

@@ -81,7 +81,7 @@ def load_model(
             "Leave quantize out, or set the device to cpu."
         )
     path = resolve(name_or_path, progress)
-    packed = _pack(path, quantize, progress) if keep_packed else None
+    packed = pack_weights(path, quantize, progress) if keep_packed else None
     if packed is not None:
         folder = packed.folder
         with _advice_for(folder, path):
@@ -100,8 +100,14 @@ def load_model(
     )
 
 
-def _pack(path: Path, quantize: Quantize, progress: Progress) -> PackedModel | None:
-    """Return the packed weights of a model that has any, or is to have them."""
+def pack_weights(
+    path: Path, quantize: Quantize = "none", progress: Progress = no_progress
+) -> PackedModel | None:
+    """Return the packed weights of a GGUF file or a folder; None if it has none and is to have none.
+
+    Raises:
+        ModelLoadError: the model cannot be read, packed or stored.
+    """
     if path.is_file():
         return pack_gguf(path, quantize, progress)
     if quantize == "none":

@@ -6,6 +6,7 @@ so. Norms, biases and all that is no matrix stay floats. Does not build models.
 
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +51,21 @@ class PackedModel:
     file: Path
     weights: Mapping[str, Weight]
     """By the parameters' names; views of the file."""
+
+    @property
+    def formats(self) -> Counter[str]:
+        """How many matrices are packed in each format."""
+        return Counter(
+            each.format for each in self.weights.values() if isinstance(each, PackedWeight)
+        )
+
+    @property
+    def num_weights(self) -> int:
+        """Values of all weights; a tied head counts once."""
+        return sum(
+            each.num_outputs * each.num_inputs if isinstance(each, PackedWeight) else each.numel()
+            for each in self.weights.values()
+        )
 
 
 def pack_gguf(

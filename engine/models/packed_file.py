@@ -97,15 +97,14 @@ def read_weights(path: Path) -> dict[str, Weight]:
                 value = file.get_tensor(name)
                 weights[name] = value
                 if name in packed:
-                    weights[name] = _packed_weight(*packed[name], data=value)
+                    weights[name] = _packed_weight(packed[name], value)
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(f"{path} is not a whole file of packed weights: {error}") from error
     return weights
 
 
-def _packed_weight(
-    format: FormatName, num_outputs: int, num_inputs: int, data: torch.Tensor
-) -> PackedWeight:
+def _packed_weight(kind: tuple[FormatName, int, int], data: torch.Tensor) -> PackedWeight:
+    format, num_outputs, num_inputs = kind
     expected = data_shape(format, num_outputs, num_inputs)
     if data.dtype != torch.uint8 or data.shape != expected:
         raise ValueError(f"{format} weights of shape {tuple(data.shape)}, not {expected}")
