@@ -141,7 +141,7 @@ def first_difference(one: Sequence[Answer], other: Sequence[Answer]) -> str | No
     """Tell which whole answer to the same request differs in its tokens, or None."""
     for index, (a, b) in enumerate(zip(one, other, strict=True)):
         if not (a.error or b.error) and a.token_ids != b.token_ids:
-            return f"request {index}: {len(a.token_ids)} tokens against {len(b.token_ids)}"
+            return f"request {index}: {len(a.token_ids)} tokens against {len(b.token_ids)} tokens"
     return None
 
 
