@@ -1,4 +1,4 @@
-"""What of this machine can be taken: cores and memory, within control groups. Knows no models.
+"""What of this machine can be taken and is: cores and memory, within control groups. Knows no models.
 
 torch is imported where it is needed: `headway doctor` reads the host where torch may be broken.
 """
@@ -48,6 +48,13 @@ def free_host_bytes() -> int:
     if limit and used and cached and limit[0] != "max":
         free.append(int(limit[0]) - int(used[0]) + int(cached[0].split()[1]))
     return min(free)
+
+
+def resident_bytes(*, peak: bool = False) -> int:
+    """Return the memory that this process holds, or the most it ever held; 0 where nothing tells."""
+    field = "VmHWM:" if peak else "VmRSS:"
+    found = [line for line in _lines(Path("/proc/self/status")) if line.startswith(field)]
+    return sum(int(line.split()[1]) * 1024 for line in found)
 
 
 def _lines(path: Path) -> list[str]:

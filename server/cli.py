@@ -38,6 +38,7 @@ COMMANDS = {
     ),
     "heads train": Command("heads", "train", "Train draft heads for a model on a file of chats."),
     "bench engine": Command("bench", "bench_engine", "Measure the engine on a set of prompts."),
+    "bench serve": Command("bench_serve", "bench_serve", "Measure a server over gRPC."),
     "doctor": Command("doctor", "doctor", "Show what this machine has and what clashes."),
     "healthcheck": Command("healthcheck", "healthcheck", "Ask a server whether it is serving."),
 }

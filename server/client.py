@@ -37,7 +37,7 @@ class Client:
             options=[
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.keepalive_time_ms", 30_000),
-                ("grpc.enable_http_proxy", int(not _is_loopback(target))),
+                ("grpc.enable_http_proxy", int(not is_loopback(target))),
             ],
         )
         self._stub = pb_grpc.TextGenerationStub(self._channel)
@@ -130,7 +130,7 @@ class Client:
             return self._stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=timeout_seconds)
 
 
-def _is_loopback(target: str) -> bool:
+def is_loopback(target: str) -> bool:
     """Whether a target is this machine, which no proxy of the environment can reach."""
     return target.startswith(("127.", "localhost", "[::1]"))
 

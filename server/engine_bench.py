@@ -11,7 +11,7 @@ from time import perf_counter
 
 from headway.engine.engine import Engine
 from headway.engine.errors import UsageError
-from headway.engine.request import Output, Request, SpeculationStats, tau
+from headway.engine.request import Output, Request, SpeculationStats, StoppingParams, tau
 from headway.engine.stats import StepRecord
 
 PHASES = ("schedule", "draft", "model", "accept", "commit", "overhead", "step")
@@ -24,6 +24,8 @@ class Prompt:
 
     prompt: str
     category: str
+    id: int | str | None = None
+    """What the file calls it; nothing is done with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class Run:
     """Steps in which no prompt was computed."""
     num_decoded: int = 0
     """Tokens that those steps emitted."""
+    num_context_tokens: int = 0
+    """Tokens before the ones that those steps computed, over all sequences and steps."""
     prompt_seconds: float = 0.0
     """Time of the steps in which some prompt was computed."""
 
@@ -84,6 +88,11 @@ class CaseResult:
     """Time of the steps that computed prompts; spread over the runs."""
     step_ms: Mapping[str, Spread]
     """A step without prompts, by phase; spread over the steps of all runs."""
+    rows_per_step: float
+    """Mean rows of those steps: last tokens and drafts."""
+    sequences_per_step: float
+    context_per_sequence: float
+    """Mean tokens that a sequence has in those steps."""
     tau: float
     """Mean tokens per pass of the model, the bonus token included; plain decoding is 1.00."""
     tau_by_category: Mapping[str, float]
@@ -106,6 +115,16 @@ def read_prompts(path: Path | None) -> list[Prompt]:
     return prompts
 
 
+def pick(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:
+    """Take that many prompts: evenly from the whole list, or each again where there are too few.
+
+    Example: 3 of 7 are those at 0, 2 and 4; 5 of 2 are those at 0, 1, 0, 1 and 0.
+    """
+    if num_prompts > len(prompts):
+        return [prompts[index % len(prompts)] for index in range(num_prompts)]
+    return [prompts[index * len(prompts) // num_prompts] for index in range(num_prompts)]
+
+
 def run(
     engine: Engine, records: list[StepRecord], requests: Iterable[Request], batch_size: int
 ) -> Run:
@@ -116,13 +135,19 @@ def run(
     result = Run()
     waiting = deque(requests)
     live: dict[str, list[int]] = {}
+    num_prompt_tokens: dict[str, int] = {}
     started = perf_counter()
     while waiting or live:
         while waiting and len(live) < batch_size:
             request = waiting.popleft()
             live[request.request_id] = []
+            num_prompt_tokens[request.request_id] = len(request.prompt_ids)
             engine.add(request)
         is_decode = all(live.values())
+        if is_decode:
+            result.num_context_tokens += sum(
+                num_prompt_tokens[key] + len(answer) for key, answer in live.items()
+            )
         records.clear()
         outputs = engine.step()
         _note_step(result, records, outputs, is_decode)
@@ -159,12 +184,31 @@ def summarise(
             phase: Spread.of([getattr(step, f"{phase}_seconds") * 1e3 for step in steps])
             for phase in PHASES
         },
+        rows_per_step=_mean([step.num_tokens for step in steps]),
+        sequences_per_step=_mean([step.num_sequences for step in steps]),
+        context_per_sequence=_ratio(
+            sum(each.num_context_tokens for each in runs), sum(step.num_sequences for step in steps)
+        ),
         tau=_tau(stats.values()),
         tau_by_category={
             category: _tau(stats[key] for key in stats if categories[key] == category)
             for category in dict.fromkeys(categories.values())
         },
     )
+
+
+def first_token_seconds(engine: Engine, prompt_ids: Sequence[int], num_repeats: int) -> Spread:
+    """Time a prompt of its own from its arrival to its first token, with nothing cached."""
+    times = []
+    for index in range(num_repeats + 1):
+        request = Request(
+            request_id=f"first {index}",
+            prompt_ids=tuple(prompt_ids),
+            stopping=StoppingParams(max_new_tokens=1),
+            use_prefix_cache=False,
+        )
+        times.append(run(engine, [], [request], 1).seconds)
+    return Spread.of(times[1:])  # the first one warms up
 
 
 def first_difference(one: Run, other: Run) -> str | None:
@@ -189,6 +233,14 @@ def _note_step(
         result.num_decoded += sum(len(output.token_ids) for output in outputs)
     else:
         result.prompt_seconds += seconds
+
+
+def _mean(values: Sequence[float]) -> float:
+    return _ratio(sum(values), len(values))
+
+
+def _ratio(total: float, count: float) -> float:
+    return total / count if count else math.nan
 
 
 def _tau(stats: Iterable[SpeculationStats]) -> float:

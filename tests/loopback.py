@@ -1,7 +1,9 @@
 """A server on loopback with a fake engine behind it."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,3 +60,27 @@ async def running(
         assert engine.num_requests == 0
         assert app._live is not None
         assert app._live.is_idle
+
+
+@contextmanager
+def threaded(engine: FakeEngine | None = None) -> Iterator[Running]:
+    """Run a server's event loop on a thread, so that the test may block."""
+    started, found = threading.Event(), []
+
+    async def host() -> None:
+        async with running(engine) as server:
+            stop = asyncio.Event()
+            found.extend([server, asyncio.get_running_loop(), stop])
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(host()))
+    thread.start()
+    assert started.wait(10)
+    server, loop, stop = found
+    try:
+        yield server
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        assert not thread.is_alive()

@@ -4,18 +4,20 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from headway.engine.errors import InvalidRequest, UsageError
-from headway.engine.machine import usable_cores
+from headway.engine.machine import resident_bytes, usable_cores
 from headway.engine.request import Request, SamplingParams, StoppingParams
 from headway.engine.stats import StepRecord
 from headway.engine.validation import check_request
@@ -33,15 +35,21 @@ from headway.server.engine_bench import (
     CaseResult,
     Prompt,
     Run,
+    Spread,
     first_difference,
+    first_token_seconds,
+    pick,
     read_prompts,
     run,
     summarise,
 )
 from headway.server.prompt import read_prompt
+from headway.server.roofline import Roofline, measure_roofline
 from headway.server.settings import FLAT, flat_items
 
 NUM_WARM_UP_TOKENS = 8
+STYLE: dict[str, Any] = {"box": SIMPLE, "padding": (0, 1, 0, 0)}
+"""Of tables with more columns than 80 characters could hold otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class BenchEngineConfig:
 
     modes: tuple[DrafterChoice, ...] = ()
     """Ways to speculate, the first one to compare with; none means off, suffix and given heads."""
-    batch_sizes: tuple[int, ...] = (1, 4)
+    batch_sizes: tuple[int, ...] = (1, 4, 8, 16)
     """Requests in flight at the same time."""
     max_new_tokens: int = 64
     """Tokens of each answer at most."""
@@ -64,6 +72,12 @@ class BenchEngineConfig:
     """0 is greedy; above it, prompt i is sampled with seed i."""
     prompts: Path | None = None
     """JSONL file of {"prompt": ..., "category": ...}; Headway's own twelve when not given."""
+    num_prompts: int = 0
+    """Prompts taken, evenly from the whole file; 0 takes all. They repeat where a batch needs more."""
+    prefill_tokens: int = 512
+    """Length of a prompt that is timed alone, to tell tokens/s of computing prompts; 0 leaves it out."""
+    first_token_tokens: int = 30
+    """Length of a prompt whose first token is timed; 0 leaves it out."""
     check_identical: bool = True
     """Compare the outputs of all ways to speculate."""
     json: Path | None = None
@@ -78,6 +92,9 @@ class BenchEngineConfig:
         ):
             if not values or min(values) < 1:
                 raise ValueError(f"{name} is {values}; numbers of at least 1 are needed")
+        for name in ("num_prompts", "prefill_tokens", "first_token_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; 0 or more is needed")
         if "heads" in self.modes and self.model.heads is None:
             raise ValueError(NO_HEADS)
 
@@ -85,7 +102,9 @@ class BenchEngineConfig:
 def bench_engine(config: BenchEngineConfig) -> int:
     """Measure every way to speculate at every batch size, show it and compare the outputs."""
     console = Console(stderr=True)
+    bytes_before = resident_bytes()
     prompts = read_prompts(config.prompts)
+    prompts = pick(prompts, max(config.num_prompts or len(prompts), *config.batch_sizes))
     with progress_bars(console) as report:
         assembled = assemble(config.model, report)
     requests = make_requests(config, prompts, assembled)
@@ -94,18 +113,24 @@ def bench_engine(config: BenchEngineConfig) -> int:
     cases: list[CaseResult] = []
     outputs: dict[tuple[str, int], Run] = {}
     with Progress(console=console, transient=True) as bars:
-        task = bars.add_task("bench", total=len(modes) * len(config.batch_sizes))
-        for mode in modes:
-            for batch_size in config.batch_sizes:
-                bars.update(task, description=f"{mode}, batch {batch_size}")
-                runs = measure(config, assembled, requests, mode, batch_size)
+        task = bars.add_task("bench", total=len(config.batch_sizes))
+        for batch_size in config.batch_sizes:
+            bars.update(task, description=f"batch {batch_size}")
+            for mode, runs in measure(config, assembled, requests, modes, batch_size).items():
                 cases.append(summarise(mode, batch_size, requests, categories, runs))
                 outputs[mode, batch_size] = runs[0]
-                bars.advance(task)
-    Console().print(_step_table(cases), _tau_table(cases))
+            bars.advance(task)
+        bars.update(task, description="prompts")
+        first_tokens = measure_first_tokens(config, assembled, requests)
+    memory = resident_bytes(peak=True) - bytes_before  # before the roofline's probes take theirs
+    roofline = measure_roofline(assembled.loaded.model, cases)
+    Console().print(*_tables(cases, roofline))
+    Console().print(*_lines(first_tokens, memory), sep="\n")
     differences = _differences(outputs) if config.check_identical else []
     if config.json is not None:
-        _write(config.json, _record(config, assembled, cases, differences))
+        record = _record(config, assembled, cases, differences)
+        record |= {"first_token_seconds": first_tokens, "peak_bytes_over_imports": memory}
+        write_json(config.json, record | {"roofline": roofline and asdict(roofline)})
     return _report(differences, config.check_identical and len(modes) > 1)
 
 
@@ -129,20 +154,44 @@ def measure(
     config: BenchEngineConfig,
     assembled: Assembled,
     requests: Sequence[Request],
-    mode: DrafterChoice,
+    modes: Sequence[DrafterChoice],
     batch_size: int,
-) -> list[Run]:
-    """Run all requests `num_repeats` times with an engine made for this case alone."""
-    records: list[StepRecord] = []
-    engine = make_engine(assembled, mode, records.append)
-    for request in requests:
-        try:
-            check_request(request, engine.limits)
-        except InvalidRequest as error:
-            raise UsageError(f"prompt {request.request_id}: {error}") from error
-    warm_up = [_shortened(request) for request in requests[:batch_size]]
-    run(engine, records, warm_up, batch_size)
-    return [run(engine, records, requests, batch_size) for _ in range(config.num_repeats)]
+) -> dict[DrafterChoice, list[Run]]:
+    """Run all requests `num_repeats` times in each mode, the modes by turns.
+
+    So what else the machine does hits every mode. Each has an engine made for this batch size alone.
+    """
+    engines = {}
+    for mode in modes:
+        records: list[StepRecord] = []
+        engine = make_engine(assembled, mode, records.append)
+        for request in requests:
+            try:
+                check_request(request, engine.limits)
+            except InvalidRequest as error:
+                raise UsageError(f"prompt {request.request_id}: {error}") from error
+        run(engine, records, [_shortened(request) for request in requests[:batch_size]], batch_size)
+        engines[mode] = engine, records
+    runs: dict[DrafterChoice, list[Run]] = {mode: [] for mode in modes}
+    for _ in range(config.num_repeats):
+        for mode, (engine, records) in engines.items():
+            runs[mode].append(run(engine, records, requests, batch_size))
+    return runs
+
+
+def measure_first_tokens(
+    config: BenchEngineConfig, assembled: Assembled, requests: Sequence[Request]
+) -> dict[int, Spread]:
+    """Time the first token of prompts of the lengths asked for, or as long as the engine takes."""
+    engine = make_engine(assembled, "off")
+    longest = min(engine.limits.max_context_tokens, engine.limits.max_cache_tokens) - 1
+    text = cycle(token_id for request in requests for token_id in request.prompt_ids)
+    ids = list(islice(text, max(config.prefill_tokens, config.first_token_tokens)))
+    lengths = (config.first_token_tokens, config.prefill_tokens)
+    return {
+        length: first_token_seconds(engine, ids[:length], config.num_repeats)
+        for length in (min(each, longest) for each in lengths if each)
+    }
 
 
 def _tokenise(tokenizer: Any, text: str) -> tuple[int, ...]:
@@ -191,12 +240,7 @@ def _record(
 ) -> dict[str, object]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": {
-            "platform": f"{platform.system()} {platform.machine()}",
-            "num_cores": usable_cores(),
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("torch", "transformers")},
-        },
+        "machine": machine(),
         "model": assembled.loaded.name,
         "dtype": str(assembled.loaded.model.dtype).removeprefix("torch."),
         "config": dict(flat_items(config)),
@@ -206,7 +250,18 @@ def _record(
     }
 
 
-def _write(path: Path, record: Mapping[str, object]) -> None:
+def machine() -> dict[str, object]:
+    """Tell what a figure was measured on."""
+    return {
+        "platform": f"{platform.system()} {platform.machine()}",
+        "num_cores": usable_cores(),
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("torch", "transformers")},
+    }
+
+
+def write_json(path: Path, record: Mapping[str, object]) -> None:
+    """Write what was measured. Raises UsageError."""
     text = json.dumps(record, indent=2, default=str) + "\n"
     try:
         path.write_text(text, encoding="utf-8")
@@ -214,39 +269,80 @@ def _write(path: Path, record: Mapping[str, object]) -> None:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
 
 
+def shown(number: float | None) -> str:
+    """Show a measured number in few columns: three digits or so."""
+    if number is None:
+        return "-"
+    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}"
+
+
+def _tables(cases: Sequence[CaseResult], roofline: Roofline | None) -> Iterator[Table]:
+    yield _step_table(cases)
+    if roofline is not None:
+        yield _roofline_table(cases, roofline)
+    yield _tau_table(cases)
+
+
 def _step_table(cases: Sequence[CaseResult]) -> Table:
+    phases = ("step", "model", "draft", "schedule", "accept", "commit")
     table = Table(
-        *(
-            "mode",
-            "batch",
-            "tau",
-            "tok/s",
-            "decode",
-            "step",
-            "model",
-            "draft",
-            "other",
-        ),
+        *("mode", "batch", "tau", "tok/s", "decode", *(phase[:6] for phase in phases)),
         title="Steps without prompts, medians in ms",
         caption="tau: mean tokens per pass of the model and request, the bonus token included; plain "
-        "decoding is 1.00. tok/s: new tokens over all time; decode: over steps without prompts. "
-        "other: the engine outside model and drafter.",
+        "decoding is 1.00. tok/s: new tokens over all time; decode: over steps without prompts.",
+        **STYLE,
     )
     for case in cases:
         table.add_row(
             case.speculation,
             str(case.batch_size),
             f"{case.tau:.2f}",
-            f"{case.tokens_per_second.p50:.1f}",
-            f"{case.decode_tokens_per_second.p50:.1f}",
-            *(f"{case.step_ms[phase].p50:.2f}" for phase in ("step", "model", "draft", "overhead")),
+            shown(case.tokens_per_second.p50),
+            shown(case.decode_tokens_per_second.p50),
+            *(shown(case.step_ms[phase].p50) for phase in phases),
         )
     return table
 
 
+def _roofline_table(cases: Sequence[CaseResult], roofline: Roofline) -> Table:
+    rates, work = roofline.rates, roofline.work
+    table = Table(
+        *("mode", "batch", "rows", "MB", "GMAC", "by", "least", "step", "of it"),
+        title="Roofline: the least time of a step on this machine, in ms",
+        caption=f"MB read and multiply-adds of a mean step. Measured in this run: {rates.read_bytes_per_second / 1e9:.1f} GB/s read from a "
+        f"buffer of {rates.read_buffer_bytes / 1e6:.0f} MB, {rates.multiply_adds_per_second / 1e9:.0f} "
+        f"G multiply-adds/s in {rates.arithmetic}. Weights: {work.weight_bytes / 1e6:.1f} MB.",
+        **STYLE,
+    )
+    for case, bound in zip(cases, roofline.bounds, strict=True):
+        step_ms = case.step_ms["step"].p50
+        table.add_row(
+            case.speculation,
+            str(case.batch_size),
+            f"{case.rows_per_step:.1f}",
+            f"{bound.num_bytes / 1e6:.1f}",
+            f"{bound.multiply_adds / 1e9:.2f}",
+            bound.by,
+            shown(bound.ms),
+            shown(step_ms),
+            f"{bound.ms / step_ms:.0%}",
+        )
+    return table
+
+
+def _lines(first_tokens: Mapping[int, Spread], memory: int) -> Iterator[str]:
+    for length, spread in first_tokens.items():
+        yield (
+            f"First token of a prompt of {length} tokens: {spread.p50 * 1e3:.1f} ms, "
+            f"{length / spread.p50:.0f} tokens/s."
+        )
+    if memory > 0:
+        yield f"Peak memory above what was held before the model was loaded: {memory / 1e6:.0f} MB."
+
+
 def _tau_table(cases: Sequence[CaseResult]) -> Table:
     categories = list(cases[0].tau_by_category)
-    table = Table("mode", "batch", *categories, title="tau by kind of prompt")
+    table = Table("mode", "batch", *categories, title="tau by kind of prompt", **STYLE)
     for case in cases:
         taus = [f"{case.tau_by_category[category]:.2f}" for category in categories]
         table.add_row(case.speculation, str(case.batch_size), *taus)

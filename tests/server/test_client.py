@@ -1,12 +1,9 @@
 """The Python client against a server on another thread, as a program would use it."""
 
-import asyncio
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -24,33 +21,9 @@ from headway.engine.request import Request
 from headway.protos import text_generation_pb2 as pb
 from headway.server.client import Client
 from headway.server.errors import AnswerFailed, to_rpc_error
-from loopback import Running, running
+from loopback import threaded
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@contextmanager
-def threaded(engine: FakeEngine | None = None) -> Iterator[Running]:
-    """Run a server's event loop on a thread, so that the test may block."""
-    started, found = threading.Event(), []
-
-    async def host() -> None:
-        async with running(engine) as server:
-            stop = asyncio.Event()
-            found.extend([server, asyncio.get_running_loop(), stop])
-            started.set()
-            await stop.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(host()))
-    thread.start()
-    assert started.wait(10)
-    server, loop, stop = found
-    try:
-        yield server
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
-        assert not thread.is_alive()
 
 
 def test_every_call() -> None:
