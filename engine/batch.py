@@ -1,7 +1,9 @@
 """Batch, what the scheduler chose for a step; ForwardInput, made from it; ForwardOutput, what comes back."""
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -11,6 +13,8 @@ from headway.engine.kv_cache import KVCache
 from headway.engine.logits import takes_likeliest
 from headway.engine.sequence import Sequence
 from headway.engine.tree import DraftTree
+
+_MAX_VIEWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Scheduled:
         return self.span == self.sequence.num_pending
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """What one step computes: the sequences that sample come first."""
 
@@ -43,19 +47,19 @@ class Batch:
     """Prompt chunks that do not reach the end of their sequence."""
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.sampling) + len(self.filling)
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Scheduled, ...]:
         """All parts, in the order of their rows."""
         return self.sampling + self.filling
 
-    @property
+    @cached_property
     def num_span_tokens(self) -> int:
         """Rows without drafts."""
         return sum(part.span for part in self.parts)
 
-    @property
+    @cached_property
     def sequences(self) -> list[Sequence]:
         """The sampling sequences."""
         return [part.sequence for part in self.sampling]
@@ -110,45 +114,80 @@ class ForwardOutput(NamedTuple):
         return cls(best.indices, best.values, logits, hidden)
 
 
-def build_input(batch: Batch, trees: Seq[DraftTree], cache: KVCache) -> ForwardInput:
+class Staging:
+    """Memory for the numbers of a step's input, kept from step to step.
+
+    Making a tensor, or a view of one, takes longer than filling it, so both are kept: a view for each
+    shape that a column had. What was staged stays until the next step is staged.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: dict[str, array[int]] = {}
+        self._views: dict[tuple[str, int, int], torch.Tensor] = {}
+
+    def column(self, name: str, values: "array[int]") -> torch.Tensor:
+        """Copy values into the memory of a column: [len(values)] int32 or int64, as their array."""
+        return self.table(name, values, 0)
+
+    def table(self, name: str, values: "array[int]", width: int) -> torch.Tensor:
+        """As `column`, but in rows of `width`; 0 makes one row that is no dimension."""
+        num_values = len(values)
+        memory = self._memory.get(name)
+        if memory is None or len(memory) < num_values or len(self._views) > _MAX_VIEWS:
+            memory = array(values.typecode, bytes(values.itemsize * max(64, 2 * num_values)))
+            self._memory[name] = memory
+            self._views = {key: view for key, view in self._views.items() if key[0] != name}
+        memory[:num_values] = values
+        view = self._views.get((name, num_values, width))
+        if view is None:
+            dtype = torch.int64 if memory.itemsize == 8 else torch.int32
+            view = torch.frombuffer(memory, dtype=dtype)[:num_values]
+            view = view.view(-1, width) if width else view
+            self._views[name, num_values, width] = view
+        return view if self._device.type == "cpu" else view.to(self._device)
+
+
+def build_input(
+    batch: Batch, trees: Seq[DraftTree], cache: KVCache, staging: Staging | None = None
+) -> ForwardInput:
     """Lay out a batch and its trees (one for each sampling sequence) as one flat row."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    masks: list[int] = []
-    cu_lengths = [0]
-    logit_rows: list[int] = []
+    token_ids, positions, slots = array("q"), array("q"), array("q")
+    masks, logit_rows = array("q"), array("q")
+    cu_lengths, contexts, spans = array("i", [0]), array("i"), array("i")
+    tables = array("i")
+    width = max(len(part.sequence.block_table) for part in batch.parts)
     for part, tree in zip_longest(batch.parts, trees):
         sequence, start = part.sequence, part.sequence.num_computed
         end = start + part.span
-        token_ids += sequence.tokens[start:end]
-        positions += range(start, end)
-        masks += [0] * part.span
+        token_ids.extend(sequence.tokens[start:end])
+        positions.extend(range(start, end))
+        masks.extend([0] * part.span)
         num_rows = part.span
         if tree is not None:
             first_row = len(token_ids) - 1
-            token_ids += tree.token_ids[1:]
-            positions += [end - 1 + depth for depth in tree.depths[1:]]
-            masks[-1:] = [_signed(mask) for mask in tree.ancestor_masks]
-            logit_rows += range(first_row, len(token_ids))
+            token_ids.extend(tree.token_ids[1:])
+            positions.extend([end - 1 + depth for depth in tree.depths[1:]])
+            masks[-1:] = array("q", [_signed(mask) for mask in tree.ancestor_masks])
+            logit_rows.extend(range(first_row, len(token_ids)))
             num_rows += tree.num_drafted
-        slots += slot_range(sequence, start, start + num_rows, cache.block_size)
+        slots.extend(slot_range(sequence, start, start + num_rows, cache.block_size))
         cu_lengths.append(len(token_ids))
-    sequences = [part.sequence for part in batch.parts]
-
-    def tensor(values: Seq[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=cache.data.device)
-
+        contexts.append(start)
+        spans.append(part.span)
+        tables.extend(sequence.block_table)
+        tables.extend([0] * (width - len(sequence.block_table)))
+    staging = staging or Staging(cache.data.device)
     return ForwardInput(
-        token_ids=tensor(token_ids),
-        positions=tensor(positions),
-        slots=tensor(slots),
-        tree_masks=tensor(masks),
-        cu_lengths=tensor(cu_lengths, torch.int32),
-        context_lengths=tensor([each.num_computed for each in sequences], torch.int32),
-        span_lengths=tensor([part.span for part in batch.parts], torch.int32),
-        block_tables=_block_tables(sequences, cache.data.device),
-        logit_rows=tensor(logit_rows),
+        token_ids=staging.column("token_ids", token_ids),
+        positions=staging.column("positions", positions),
+        slots=staging.column("slots", slots),
+        tree_masks=staging.column("tree_masks", masks),
+        cu_lengths=staging.column("cu_lengths", cu_lengths),
+        context_lengths=staging.column("context_lengths", contexts),
+        span_lengths=staging.column("span_lengths", spans),
+        block_tables=staging.table("block_tables", tables, width),
+        logit_rows=staging.column("logit_rows", logit_rows),
         needs_logits=any(needs_logits(sequence) for sequence in batch.sequences),
         cache=cache,
     )
@@ -165,18 +204,6 @@ def slot_range(sequence: Sequence, start: int, end: int, block_size: int) -> lis
     return [
         table[index // block_size] * block_size + index % block_size for index in range(start, end)
     ]
-
-
-def _block_tables(sequences: Seq[Sequence], device: torch.device) -> torch.Tensor:
-    width = max(len(sequence.block_table) for sequence in sequences)
-    return torch.tensor(
-        [
-            sequence.block_table + [0] * (width - len(sequence.block_table))
-            for sequence in sequences
-        ],
-        dtype=torch.int32,
-        device=device,
-    )
 
 
 def _signed(mask: int) -> int:

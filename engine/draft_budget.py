@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from headway.engine.draft_chances import DraftChances
 from headway.engine.sequence import Sequence
 from headway.engine.step_times import StepTimes, nudge
-from headway.engine.tree import DraftTree
+from headway.engine.tree import DraftTree, num_drafted
 
 _ALLOWANCE = 0.01
 _FIRST_PLAIN_STEPS = 2.0
@@ -102,8 +102,8 @@ class DraftBudget:
         if self._was_asked:
             self._was_asked = False
             self._draft_seconds = nudge(self._draft_seconds, draft_seconds / len(sequences))
-            num_drafted = sum(tree.num_drafted for tree in trees)
+            num_drafts = num_drafted(trees)
             gain += num_accepted * plain / len(sequences)
             gain -= self._draft_seconds * len(sequences)
-            gain -= self.times.seconds(num_rows + num_drafted) - self.times.seconds(num_rows)
+            gain -= self.times.seconds(num_rows + num_drafts) - self.times.seconds(num_rows)
         self._purse_seconds = min(_MOST_PLAIN_STEPS * plain, self._purse_seconds + gain)

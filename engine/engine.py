@@ -1,5 +1,6 @@
 """Engine: requests in, tokens out, one step at a time. One thread calls it; see loop.py."""
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -8,7 +9,7 @@ from itertools import zip_longest
 
 import torch
 
-from headway.engine.batch import Batch, Scheduled, build_input, slot_range
+from headway.engine.batch import Batch, Scheduled, Staging, build_input, slot_range
 from headway.engine.block_pool import BlockPool
 from headway.engine.commit import commit_chunk, commit_sample, end
 from headway.engine.config import EngineConfig
@@ -28,7 +29,7 @@ from headway.engine.stats import (
     Stopwatch,
 )
 from headway.engine.step_times import StepTimes
-from headway.engine.tree import Commit, Drafter, DraftTree
+from headway.engine.tree import Commit, Drafter, DraftTree, num_drafted
 from headway.engine.validation import Limits
 
 LOGIT_PIECE = 64
@@ -63,6 +64,9 @@ class Engine:
         self.scheduler = Scheduler(self.config, self.pool, self.counters)
         self._observe_step = observe_step
         self._sequences: dict[str, Sequence] = {}
+        self._staging = Staging(cache.data.device)
+        self._next_deadline = math.inf
+        """No request is overdue before."""
 
     @property
     def has_work(self) -> bool:
@@ -79,6 +83,8 @@ class Engine:
             replace(request, stopping=stopping), time.monotonic() if arrived is None else arrived
         )
         self._sequences[request.request_id] = sequence
+        if request.deadline is not None:
+            self._next_deadline = min(self._next_deadline, request.deadline)
         self.scheduler.add(sequence)
 
     def abort(self, request_id: str, reason: FinishReason) -> list[Output]:
@@ -99,7 +105,7 @@ class Engine:
             return expired
         trees = self._draft(batch)
         watch.lap("draft")
-        forward_input = build_input(batch, trees, self.cache)
+        forward_input = build_input(batch, trees, self.cache, self._staging)
         watch.lap("schedule")
         result = self.runner.forward(forward_input)
         watch.lap("model")
@@ -109,7 +115,7 @@ class Engine:
         outputs = self._commit(batch, trees, accepted, result.hidden)
         self._learn(batch, trees, accepted, watch)
         watch.lap("commit")
-        self._observe_step(watch.record(len(batch), len(forward_input.token_ids)))
+        self._observe_step(watch.record(len(batch), batch.num_span_tokens + num_drafted(trees)))
         return expired + outputs
 
     def warm_up(self) -> None:
@@ -182,9 +188,9 @@ class Engine:
         """Tell the budget what became of the drafts, and what they cost."""
         if self.budget is None or not batch.sampling:
             return
-        num_drafted = sum(tree.num_drafted for tree in trees)
         if batch.num_span_tokens == len(batch.sampling):  # Rows of prompts have no logits.
-            self.budget.times.note(batch.num_span_tokens + num_drafted, watch.model_seconds)
+            num_rows = batch.num_span_tokens + num_drafted(trees)
+            self.budget.times.note(num_rows, watch.model_seconds)
         self.budget.settle(
             batch.sequences,
             trees,
@@ -216,13 +222,11 @@ class Engine:
         """Make the step's results part of the sequences, and tell the drafter. hidden: [T, H]."""
         outputs: list[Output] = []
         commits: list[Commit] = []
-        row = 0
+        first_row = 0
         for part, tree, result in zip_longest(batch.parts, trees, accepted):
-            span = range(row, row + part.span)
-            path = [span[-1] + node for node in result.path[1:]] if result else []
-            outputs.append(self._commit_part(part, tree, result, hidden[row : row + part.span]))
-            commits.append(self._note(part.sequence, hidden, [*span, *path]))
-            row += part.span + (tree.num_drafted if tree else 0)
+            outputs.append(self._commit_part(part, tree, result, hidden, first_row))
+            commits.append(self._note(part, result, hidden, first_row))
+            first_row += part.span + (tree.num_drafted if tree else 0)
         for commit, output in zip(commits, outputs, strict=True):
             self.pool.publish(commit.sequence)
             if output.finish is not None:
@@ -233,26 +237,38 @@ class Engine:
         return outputs
 
     def _commit_part(
-        self, part: Scheduled, tree: DraftTree | None, result: Accepted | None, hidden: torch.Tensor
+        self,
+        part: Scheduled,
+        tree: DraftTree | None,
+        result: Accepted | None,
+        hidden: torch.Tensor,
+        first_row: int,
     ) -> Output:
         """Commit one sequence's part; `tree` and `result` are None for a prompt chunk."""
-        try:
-            scores = self._score(part, hidden)
-        except FloatingPointError as error:
-            return end(part.sequence, FinishReason.ERROR, str(error))
+        scores: tuple[TokenLogprobs, ...] = ()
+        if part.sequence.request.num_prompt_logprobs is not None:
+            try:
+                scores = self._score(part, hidden[first_row : first_row + part.span])
+            except FloatingPointError as error:
+                return end(part.sequence, FinishReason.ERROR, str(error))
         if tree is None or result is None:
             return commit_chunk(part, scores, self.counters)
         return commit_sample(part, tree, result, scores, self.eos_token_ids, self.counters)
 
-    def _note(self, sequence: Sequence, hidden: torch.Tensor, rows: list[int]) -> Commit:
-        wanted = self.drafter is not None and self.drafter.needs_hidden
-        return Commit(sequence, hidden[rows] if wanted else None)
+    def _note(
+        self, part: Scheduled, result: Accepted | None, hidden: torch.Tensor, first_row: int
+    ) -> Commit:
+        if self.drafter is None or not self.drafter.needs_hidden:
+            return Commit(part.sequence, None)
+        root = first_row + part.span - 1
+        path = result.path if result else (0,)
+        rows = [*range(first_row, root), *(root + node for node in path)]
+        return Commit(part.sequence, hidden[rows])
 
     def _score(self, part: Scheduled, hidden: torch.Tensor) -> tuple[TokenLogprobs, ...]:
         """Logprobs of the prompt tokens that follow the span's rows. hidden: [span, H]."""
         sequence, request = part.sequence, part.sequence.request
-        if request.num_prompt_logprobs is None:
-            return ()
+        assert request.num_prompt_logprobs is not None
         start = max(sequence.num_computed, sequence.num_scored)
         end = min(sequence.num_computed + part.span, sequence.num_prompt_tokens - 1)
         scores: list[TokenLogprobs] = []
@@ -268,11 +284,14 @@ class Engine:
     def _expire(self) -> list[Output]:
         """End the requests whose deadline has passed, queued ones too."""
         now = time.monotonic()
-        overdue = [
-            request_id
+        if now < self._next_deadline:
+            return []
+        deadlines = {
+            request_id: math.inf if sequence.request.deadline is None else sequence.request.deadline
             for request_id, sequence in self._sequences.items()
-            if sequence.request.deadline is not None and sequence.request.deadline <= now
-        ]
+        }
+        self._next_deadline = min((d for d in deadlines.values() if d > now), default=math.inf)
+        overdue = [request_id for request_id, deadline in deadlines.items() if deadline <= now]
         return [
             out for request_id in overdue for out in self.abort(request_id, FinishReason.DEADLINE)
         ]

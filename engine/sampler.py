@@ -59,8 +59,8 @@ def accept(
     else. At temperature 0 there is no noise. Equals go to the lowest id. eos_token_ids cannot be
     drawn before min_new_tokens; text after an end is the caller's to cut.
     """
-    walks = list(_walks(sequences, trees, len(output.best_ids)))
     likeliest = _usable(output.best_ids, output.best_values)
+    walks = list(_walks(sequences, trees, len(likeliest)))
     moving = []
     for walk in walks:
         if not walk.takes_likeliest:

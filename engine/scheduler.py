@@ -84,6 +84,7 @@ class Scheduler:
             left -= self.config.max_chunk_tokens
         share = max(0, left) // max(1, len(decoding))
         parts: list[Scheduled] = []
+        num_preempted = self.counters.preemptions
         for sequence in decoding:
             if sequence not in self.running:
                 continue  # preempted for one before it
@@ -93,6 +94,8 @@ class Scheduler:
                     parts.append(Scheduled(sequence, 1, max_drafted))
                     break
                 self._preempt(self.running[-1])
+        if self.counters.preemptions == num_preempted:
+            return parts
         return [part for part in parts if part.sequence in self.running]
 
     def _prompts(self) -> Iterator[Sequence]:

@@ -3,6 +3,7 @@
 Knows nothing of how drafts are made or verified.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -100,6 +101,11 @@ class DraftTree:
         assert all(0 <= parent < node for node, parent in enumerate(self.parents) if node)
         assert list(self.depths) == sorted(self.depths)
         assert self.survivals is None or len(self.survivals) == len(self.token_ids)
+
+
+def num_drafted(trees: Iterable[DraftTree]) -> int:
+    """Rows that the drafts of a step take."""
+    return sum(tree.num_drafted for tree in trees)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from headway.engine.batch import Batch, Scheduled, build_input, slot_range
+from headway.engine.batch import Batch, Scheduled, Staging, build_input, slot_range
 from headway.engine.kv_cache import KVCache, block_bytes
 from headway.engine.request import Request, StoppingParams
 from headway.engine.sequence import Sequence
@@ -66,3 +66,26 @@ def test_cache_moves_and_sizes() -> None:
     kv.move([(5, 4), (6, 5)])
     assert kv.layer(1)[0][3:7, 1, 2].tolist() == [3, 5, 6, 6]
     kv.move([])
+
+
+def test_staging_gives_the_same_input_step_after_step() -> None:
+    """Steps of other sizes in between, one beyond the first memory, one without logits."""
+    staging, kv = Staging(torch.device("cpu")), cache()
+    long = sequence(list(range(90)), 0, list(range(23)))
+    batches = [
+        (Batch((Scheduled(sequence([5, 6, 7], 2, [3]), 1, 2),), ()), [DraftTree.chain(7, [8, 9])]),
+        (Batch((), (Scheduled(long, 80, 0),)), []),
+        (
+            Batch((Scheduled(sequence([5, 6], 1, [3, 4]), 1, 0),), (Scheduled(long, 7, 0),)),
+            [DraftTree.root_only(6)],
+        ),
+    ]
+    for batch, trees in batches * 2:
+        staged = build_input(batch, trees, kv, staging)
+        alone = build_input(batch, trees, kv)
+        for ours, fresh in zip(staged[:9], alone[:9], strict=True):
+            assert ours.dtype == fresh.dtype
+            assert ours.tolist() == fresh.tolist()
+    first = build_input(*batches[0], kv, staging)
+    again = build_input(*batches[0], kv, staging)
+    assert first.token_ids.data_ptr() == again.token_ids.data_ptr()

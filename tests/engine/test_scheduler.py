@@ -98,14 +98,19 @@ def test_how_many_nodes_may_be_drafted(
     add(under_test, "one", 3, max_new=max_new, speculation=speculation)
     assert summary(under_test.schedule()) == [("one", 3, expected)]
     refused = expected == 0 and max_new > 1
-    assert under_test.counters.spec_disabled == {"request": refused, "load": 0, "blocks": 0}
+    assert under_test.counters.spec_disabled == {
+        "request": refused,
+        "load": 0,
+        "blocks": 0,
+        "cost": 0,
+    }
 
 
 def test_a_full_step_leaves_no_drafts_and_says_so() -> None:
     under_test = scheduler(max_batch_tokens=9)
     add(under_test, "prompt", 9)
     assert summary(under_test.schedule()) == [("prompt", 9, 0)]
-    assert under_test.counters.spec_disabled == {"request": 0, "load": 1, "blocks": 0}
+    assert under_test.counters.spec_disabled == {"request": 0, "load": 1, "blocks": 0, "cost": 0}
 
 
 def test_nothing_is_counted_where_nothing_drafts() -> None:
@@ -136,7 +141,7 @@ def test_without_blocks_drafts_go_first_then_the_last_in_turn() -> None:
     first.tokens += [5] * 3
     first.num_computed += 3
     assert summary(under_test.schedule()) == [("first", 1, 0), ("last", 1, 4)]
-    assert under_test.counters.spec_disabled == {"request": 0, "load": 0, "blocks": 1}
+    assert under_test.counters.spec_disabled == {"request": 0, "load": 0, "blocks": 1, "cost": 0}
     first.tokens += [5] * 2
     first.num_computed += 2
     batch = under_test.schedule()
