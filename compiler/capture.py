@@ -110,6 +110,12 @@ class _Importer:
         name = str(each.target).removesuffix(".default")
         if name in _IGNORED:
             return
+        if name in _PARTS or not _reads_values(each):
+            # Parts are taken by getitem; what reads nothing is the same in every step.
+            if name not in _PARTS:
+                self.constants[each.name] = _computed(each)
+                self.values[each] = each.name
+            return
         if name in _SAME_VALUE:
             self.values[each] = self.values[each.args[0]]  # type: ignore[index]  # a tensor node
             return
@@ -127,9 +133,24 @@ class _Importer:
         return node(op, each.name, values, self.type_of(each), **attributes)
 
 
-_Maker = Callable[..., Node | str]
+def _reads_values(each: fx.Node) -> bool:
+    return bool(each.all_input_nodes)
+
+
+def _computed(each: fx.Node) -> torch.Tensor:
+    """What a node without inputs makes: torch.ones and its kin."""
+    assert callable(each.target)
+    made: torch.Tensor = each.target(*each.args, **each.kwargs)
+    return made
+
+
+_Maker = Callable[..., Any]
+"""Makes a node, or returns the name of a value that is the same."""
 
 _IGNORED = {"aten._assert_tensor_metadata", "aten.sym_size.int", "aten._assert_scalar"}
+
+_PARTS = {"aten.chunk", "aten.split.Tensor", "aten.split_with_sizes", "aten.unbind.int"}
+"""Operations that make several values, each of them a slice."""
 
 _SAME_VALUE = {
     *("aten.detach", "aten.alias", "aten.contiguous", "aten.clone", "aten.lift_fresh_copy"),
@@ -155,6 +176,17 @@ def _binary(op: str) -> _Maker:
         return importer.emit(op, each, [left, right])
 
     return make
+
+
+def _reversed_subtraction(
+    importer: _Importer, each: fx.Node, subtracted: fx.Node, x: Any, alpha: float = 1
+) -> Node:
+    made: Node = _SUBTRACT(importer, each, x, subtracted, alpha)
+    return made
+
+
+def _square(importer: _Importer, each: fx.Node, x: fx.Node) -> Node:
+    return importer.emit("pow", each, [x], scalar=2.0)
 
 
 def _last_dim(op: str) -> _Maker:
@@ -237,6 +269,24 @@ def _select(importer: _Importer, each: fx.Node, x: fx.Node, dim: int, index: int
     )
     importer.nodes.append(one)
     return node("view", each.name, [one.output], importer.type_of(each))
+
+
+def _part(importer: _Importer, each: fx.Node, parts: fx.Node, index: int) -> Node:
+    """One of the values that an operation of _PARTS makes."""
+    name = str(parts.target).removesuffix(".default")
+    source = parts.args[0]
+    assert isinstance(source, fx.Node)
+    dim: Any = parts.args[1 if "unbind" in name else 2] if _has_dim(parts, name) else 0
+    if "unbind" in name:
+        return _select(importer, each, source, dim, index)
+    sizes = [part.shape[dim] for part in parts.meta["val"]]
+    start = sum(sizes[:index])
+    made = _slice(importer, each, source, dim, start, start + sizes[index])
+    return made if isinstance(made, Node) else importer.emit("view", each, [source])
+
+
+def _has_dim(parts: fx.Node, name: str) -> bool:
+    return len(parts.args) > (1 if "unbind" in name else 2)
 
 
 def _cat(importer: _Importer, each: fx.Node, parts: list[fx.Node], dim: int = 0) -> Node:
@@ -340,12 +390,18 @@ def _attention(
     return importer.emit("attention", each, tensors, **described)
 
 
+_SUBTRACT = _binary("sub")
+
 _OPERATIONS: dict[str, _Maker] = {
+    "<built-in function getitem>": _part,
     **{f"aten.{op}": _unary(op) for op in ("neg", "exp", "rsqrt", "sqrt", "tanh", "sigmoid")},
     **{f"aten.{op}": _unary(op) for op in ("silu", "relu", "sin", "cos", "reciprocal", "abs")},
     **{f"aten.{op}.Tensor": _binary(op) for op in ("add", "sub", "mul", "div")},
     **{f"aten.{op}.Scalar": _binary(op) for op in ("add", "sub", "mul", "div")},
     "aten.pow.Tensor_Scalar": _binary("pow"),
+    "aten.square": _square,
+    "aten.rsub.Scalar": _reversed_subtraction,
+    "aten.rsub.Tensor": _reversed_subtraction,
     "aten.maximum": _binary("maximum"),
     "aten.minimum": _binary("minimum"),
     "aten.gelu": _gelu,

@@ -120,6 +120,19 @@ def _gated_linear(
     return gated.flatten(-2)
 
 
+def _output_head(
+    node: Node,
+    sizes: Mapping[str, int],
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    *bias: torch.Tensor,
+) -> torch.Tensor:
+    logits = functional.linear(hidden[rows], weight, *bias)
+    cap = node["softcap"]
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 _OTHERS: dict[str, Callable[..., torch.Tensor]] = {
     "view": lambda node, sizes, x: x.reshape(_shape(node, sizes)),
     "permute": lambda node, sizes, x: x.permute(node["dims"]),
@@ -133,4 +146,5 @@ _OTHERS: dict[str, Callable[..., torch.Tensor]] = {
     "rms_norm": _rms_norm,
     "rope": _rope,
     "gated_linear": _gated_linear,
+    "output_head": _output_head,
 }

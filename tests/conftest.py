@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from headway.engine.models.store import list_models
+from headway.kernels.cpu.library import Team
+from headway.kernels.native import start_team
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +31,16 @@ def poisoned_memory() -> Iterator[None]:
 def one_thread() -> None:
     """Tiny models are faster without a thread team, and tests may run beside each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def native_team() -> Iterator[Team]:
+    """Two threads at the best level of this machine."""
+    team = start_team("auto", 2)
+    if team is None:
+        pytest.skip("there are no native kernels on this machine")
+    yield team
+    team.close()
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,8 @@ def _alike(graph: Graph, products: list[Node]) -> bool:
         if isinstance(weight, PackedWeight)
     }
     packed = all(isinstance(weight, PackedWeight) for weight in weights)
-    return packed and len(shapes) == 1 and next(iter(shapes))[2] == 0
+    fixed = all(name in graph.constants for each in products for name in each.inputs[2:])
+    return packed and fixed and len(shapes) == 1 and next(iter(shapes))[2] == 0
 
 
 @dataclass

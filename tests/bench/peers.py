@@ -27,8 +27,8 @@ from rich.table import Table
 
 from headway.engine.errors import HeadwayError
 from headway.engine.machine import usable_cores
-from headway.kernels.cache import cache_folder
 from headway.engine.models.store import DEFAULT_MODEL
+from headway.kernels.cache import cache_folder
 from headway.server.engine_bench import pick, read_prompts
 
 HERE = Path(__file__).parent
