@@ -17,7 +17,7 @@ import torch
 from headway.kernels.cpu.levels import LevelName
 
 Argument = torch.Tensor | int | float | None
-"""A tensor stands for its address, as does an int for a pointer; None is a null pointer."""
+"""A tensor stands for its address, as does an int for a pointer; None is 0: a null pointer, no window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ def encode_word(kind: str, value: Argument) -> int:
     if kind == "d":
         assert isinstance(value, int | float)
         return int(struct.unpack("<q", struct.pack("<d", value))[0])
-    if kind == "p" and not isinstance(value, int):
-        assert value is None or isinstance(value, torch.Tensor)
-        return 0 if value is None else value.data_ptr()
-    assert isinstance(value, int)
-    return value
+    if isinstance(value, torch.Tensor):
+        assert kind == "p"
+        return value.data_ptr()
+    assert value is None or isinstance(value, int)
+    return value or 0
 
 
 class Library:
