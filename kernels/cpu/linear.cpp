@@ -121,28 +121,33 @@ void finish_gated(const Linear& args, int64_t pair, int64_t first_row, int64_t n
     }
 }
 
-void linear(const void* words, Thread& thread) {
-    const Linear& args = *static_cast<const Linear*>(words);
-    const Product& product = args.product;
+// Units from `begin` to `end` of the output: panels, or pairs of them if gated.
+void multiply_units(const Linear& args, int64_t begin, int64_t end) {
     alignas(64) float sums[kRowChunk * kLanes], ups[kRowChunk * kLanes];
     bool gated = args.activation != kNone;
-    int64_t num_units = product.num_panels() / (gated ? 2 : 1);
-    // Few enough to even out threads that are held up, many enough to read memory in long runs.
-    int64_t grain = std::clamp<int64_t>(num_units / (8 * thread.count), 1, 16);
-    for (int64_t unit = thread.take(grain); unit < num_units; unit = thread.take(grain)) {
-        int64_t end = std::min(num_units, unit + grain);
-        for (int64_t row = 0; row < product.num_rows; row += kRowChunk) {
-            int64_t num_rows = std::min(kRowChunk, product.num_rows - row);
-            for (int64_t at = unit; at < end; ++at) {
-                panel_sums(product, gated ? 2 * at : at, row, num_rows, sums);
-                if (gated) {
-                    panel_sums(product, 2 * at + 1, row, num_rows, ups);
-                    finish_gated(args, at, row, num_rows, sums, ups);
-                } else {
-                    finish_panel(args, at, row, num_rows, sums);
-                }
+    for (int64_t row = 0; row < args.product.num_rows; row += kRowChunk) {
+        int64_t num_rows = std::min(kRowChunk, args.product.num_rows - row);
+        for (int64_t unit = begin; unit < end; ++unit) {
+            panel_sums(args.product, gated ? 2 * unit : unit, row, num_rows, sums);
+            if (gated) {
+                panel_sums(args.product, 2 * unit + 1, row, num_rows, ups);
+                finish_gated(args, unit, row, num_rows, sums, ups);
+            } else {
+                finish_panel(args, unit, row, num_rows, sums);
             }
         }
+    }
+}
+
+void linear(const void* words, Thread& thread) {
+    const Linear& args = *static_cast<const Linear*>(words);
+    int64_t num_units = args.product.num_panels() / (args.activation == kNone ? 1 : 2);
+    // Long runs of memory first, then ever shorter ones, which even out threads that were held up.
+    for (int64_t begin = 0;;) {
+        int64_t grain = std::clamp<int64_t>((num_units - begin) / (4 * thread.count), 1, 64);
+        begin = thread.take(grain);
+        if (begin >= num_units) return;
+        multiply_units(args, begin, std::min(num_units, begin + grain));
     }
 }
 

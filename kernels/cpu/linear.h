@@ -76,13 +76,16 @@ constexpr int64_t kRowChunk = 128;
 void panel_sums(const Product& product, int64_t panel, int64_t first_row, int64_t num_rows,
                 float* sums);
 
-// Asks for what lies some blocks further, over the panel's end into the next, for the hardware's own
-// prefetching stops at each page of 4 KiB.
+// Asks for what lies further on, over the panel's end into the next: far ahead into the second cache,
+// which waits for more lines at a time, and nearer into the first. The hardware's own prefetching
+// stops at each page of 4 KiB.
 template <int kBytes>
 HEADWAY_INLINE inline void prefetch_block(const uint8_t* block) {
-    constexpr int kAhead = 2048;
-    for (int at = 0; at < kBytes; at += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(block + kAhead + at), _MM_HINT_T0);
+    constexpr int kFar = 4096, kNear = 512;
+    for (int at = 0; at < kBytes; at += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(block + kFar + at), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(block + kNear + at), _MM_HINT_T0);
+    }
 }
 
 // The steps d (at = 0) or the minimums (at = scales_bytes) of 16 outputs.

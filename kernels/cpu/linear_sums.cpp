@@ -62,9 +62,13 @@ template <int kFormat>
 void dot_panel(const Product& product, const uint8_t* panel, int64_t first_row, int64_t num_rows,
                float* sums) {
 #if defined(__AMX_INT8__)
+    int64_t num_left = num_rows % kGroup;
     if (num_rows >= kLeastTileRows && has_tiles) {
-        tile_panel<kFormat>(product, panel, first_row, num_rows, sums);
-        return;
+        int64_t num_tiled = num_left <= kMostLeftRows ? num_rows - num_left : num_rows;
+        tile_panel<kFormat>(product, panel, first_row, num_tiled, sums);
+        first_row += num_tiled;
+        num_rows -= num_tiled;
+        sums += num_tiled * kLanes;
     }
 #endif
     int64_t num_blocks = ceil_div(product.num_inputs, kFormats[kFormat].block);

@@ -15,8 +15,8 @@
 
 namespace headway {
 
-// Fewer rows than this are not worth a tile.
-constexpr int kLeastTileRows = 13;
+// Fewer rows than this are not worth a tile, nor are up to so many left after full tiles.
+constexpr int kLeastTileRows = 13, kMostLeftRows = 8;
 // Blocks whose codes are unpacked at a time, for all rows: they stay in the first cache.
 constexpr int kTileBlocks = 16;
 
