@@ -2,19 +2,21 @@
 
 Contracts, checked here; computed by the native bodies on a team, or without one by the reference.
 
-Shapes: R rows, K inputs, N outputs, B = ceil(K / 32) blocks of a row, k best outputs.
+Shapes: R rows, K inputs, N outputs, G = ceil(R / 16) groups, B = ceil(K / 32) blocks, k best outputs.
 
-A quantised row is B blocks of 32 inputs, each with a scale a = max |x| / 127, and codes
-q = x / a, rounded half to even; zeros if a is 0. The parts lie one after another:
+Quantised rows come in groups of 16 rows and blocks of 32 inputs. A row's block has a scale
+a = max |x| / 127 and codes q = x / a rounded, halves to even; zeros if a is 0. Groups follow one
+another, and in a group its B blocks, of 768 bytes each:
 
-    codes        32 B x int8, inputs beyond K are 0
-    scales       B x float32: a
-    scaled sums  B x float32: a times the sum of the block's codes
-    half sums    2 B x int32: the sums of the codes of each half of 16
+    codes        bytes 0 to 511: int8 [16 rows, 32 inputs]; inputs beyond K are 0
+    scales       512 to 575: float32 [16]: a; 0 for rows beyond the last
+    scaled sums  576 to 639: float32 [16]: a times the sum of the row's codes
+    sums         640 to 703: int32 [16]: the sum of the row's codes
+    first sums   704 to 767: int32 [16]: that of the first 16 codes
 
-and rows start at multiples of 64 bytes. Example, K = 40, so B = 2 and 96 bytes that take 128:
-input 33 is byte 33; the scales are bytes 64 to 71, the scaled sums 72 to 79, the half sums
-80 to 95. A block 2.54, -1.27, 0, ... has a = 0.02 and codes 127, -64, 0, ... (-63.5 is halfway).
+Example, K = 40, so B = 2: row 17, input 33 is in group 1, block 1, so its code is byte
+(1 * 2 + 1) * 768 + 1 * 32 + 1 = 2337. A block 2.54, -1.27, 0, ... has a = 0.02 and codes 127, -64,
+0, ... (-63.5 is halfway).
 
 A product of quantised rows is, in float32 and in this order, with exact integers in brackets:
 
@@ -37,6 +39,12 @@ from headway.kernels.reference import linear as reference
 ROW_BLOCK = 32
 """Inputs of a quantised row that share a scale."""
 
+ROW_GROUP = 16
+"""Quantised rows that lie together."""
+
+ROW_BLOCK_BYTES = 768
+"""Bytes of a block of a group."""
+
 MAX_TOP = 64
 """The most outputs that output_head ranks."""
 
@@ -52,9 +60,10 @@ ACTIVATION_NUMBERS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_ta
 class QuantisedRows:
     """Rows in the layout above."""
 
+    num_rows: int
     num_inputs: int
     data: torch.Tensor
-    """[R, row_bytes(num_inputs)] uint8."""
+    """[G, B, 768] uint8, 64-byte aligned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +80,9 @@ class HeadOutput:
     """[R] float32: log of the sum of exp(logit)."""
 
 
-def row_bytes(num_inputs: int) -> int:
-    """Bytes from one quantised row to the next."""
-    return -(-(48 * -(-num_inputs // ROW_BLOCK)) // 64) * 64
+def quantised_rows_bytes(num_rows: int, num_inputs: int) -> int:
+    """Bytes that quantise_rows writes."""
+    return -(-num_rows // ROW_GROUP) * -(-num_inputs // ROW_BLOCK) * ROW_BLOCK_BYTES
 
 
 def output_head_scratch_bytes(
@@ -93,21 +102,23 @@ def quantise_rows(
     its block's scale NaN or infinite, and so every product of the row NaN.
     """
     _check_rows(x, index)
+    num_rows, num_inputs = len(x) if index is None else len(index), x.shape[1]
     if team is None:
-        return QuantisedRows(x.shape[1], reference.quantise_rows(_taken(x, index)))
-    num_rows = len(x) if index is None else len(index)
-    data = torch.empty(num_rows, row_bytes(x.shape[1]), dtype=torch.uint8)
+        data = reference.quantise_rows(x if index is None else x[index])
+        return QuantisedRows(num_rows, num_inputs, data)
+    num_bytes = quantised_rows_bytes(num_rows, num_inputs)
+    data = torch.empty(num_bytes, dtype=torch.uint8)
     team.call(
         "quantise_rows",
         x=x,
         x_stride=x.stride(0),
         index=index,
         num_rows=num_rows,
-        num_inputs=x.shape[1],
+        num_inputs=num_inputs,
         out=data,
-        out_stride=data.stride(0),
     )
-    return QuantisedRows(x.shape[1], data)
+    shape = (-(-num_rows // ROW_GROUP), -(-num_inputs // ROW_BLOCK), ROW_BLOCK_BYTES)
+    return QuantisedRows(num_rows, num_inputs, data.view(shape))
 
 
 def linear(
@@ -242,18 +253,21 @@ def embedding(
 def _product_arguments(
     x: torch.Tensor | QuantisedRows, weight: PackedWeight
 ) -> dict[str, torch.Tensor | int | None]:
-    rows = x.data if isinstance(x, QuantisedRows) else x
     return {
-        "x": rows,
-        "x_stride": rows.stride(0),
+        "x": x.data if isinstance(x, QuantisedRows) else x,
+        "x_stride": 0 if isinstance(x, QuantisedRows) else x.stride(0),
         "index": None,
-        "num_rows": len(rows),
+        "num_rows": _num_rows(x),
         "quantised": int(isinstance(x, QuantisedRows)),
         "weight": weight.data,
         "format": FORMATS[weight.format].number,
         "num_outputs": weight.num_outputs,
         "num_inputs": weight.num_inputs,
     }
+
+
+def _num_rows(x: torch.Tensor | QuantisedRows) -> int:
+    return x.num_rows if isinstance(x, QuantisedRows) else len(x)
 
 
 def _has_rows(tensor: torch.Tensor) -> bool:
@@ -275,26 +289,22 @@ def _check_operands(
 ) -> int:
     """Return the number of rows."""
     if isinstance(x, QuantisedRows):
-        rows, num_inputs = x.data, x.num_inputs
+        num_inputs = x.num_inputs
         if not FORMATS[weight.format].scale_bytes:
             raise ValueError(f"quantised rows need a quantised weight, got {weight.format}")
     else:
         _check_rows(x)
-        rows, num_inputs = x, x.shape[1]
+        num_inputs = x.shape[1]
     if num_inputs != weight.num_inputs:
         raise ValueError(f"x has {num_inputs} inputs, the weight {weight.num_inputs}")
     if bias is not None and (bias.shape != (weight.num_outputs,) or not _has_rows(bias)):
         raise ValueError(
             f"bias must be [{weight.num_outputs}] float32, got {tuple(bias.shape)} {bias.dtype}"
         )
-    return len(rows)
-
-
-def _taken(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    return x if index is None else x[index]
+    return _num_rows(x)
 
 
 def _reference_rows(x: torch.Tensor | QuantisedRows) -> torch.Tensor:
     if isinstance(x, QuantisedRows):
-        return reference.row_values(x.data, x.num_inputs)
+        return reference.row_values(x.data, x.num_rows, x.num_inputs)
     return x

@@ -18,10 +18,10 @@ HEADWAY_INLINE inline __m256i add_products(__m256i sum, __m256i codes, int32_t i
 }
 
 // dots[r] = sums of a block's products, before the zero point, for 8 outputs. `codes` points at
-// their bytes of the first group; a group is 64 bytes further.
+// their bytes of the first group, a group is 64 bytes further; `inputs` at those of the first row.
 template <int kFormat, int kRows>
-HEADWAY_INLINE inline void dot_block(const uint8_t* codes, const char* const (&rows)[kRows],
-                                     int64_t offset, __m256i (&dots)[kRows]) {
+HEADWAY_INLINE inline void dot_block(const uint8_t* codes, const int8_t* inputs,
+                                     __m256i (&dots)[kRows]) {
     static constexpr Format kForm = kFormats[kFormat];
     constexpr bool kPaired = kForm.code_bits == 4;
     constexpr int kStored = kForm.block / (kPaired ? 8 : 4);
@@ -34,7 +34,7 @@ HEADWAY_INLINE inline void dot_block(const uint8_t* codes, const char* const (&r
         __m256i first = _mm256_and_si256(both, mask);
         __m256i second = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
         unrolled<kRows>([&](auto r) HEADWAY_INLINE {
-            auto x = reinterpret_cast<const int32_t*>(rows[r] + offset);
+            auto x = reinterpret_cast<const int32_t*>(inputs + kBlock * r);
             dots[r] = add_products(dots[r], first, x[j]);
             if constexpr (kPaired)
                 dots[r] = add_products(dots[r], second, x[j + kStored]);
@@ -61,51 +61,48 @@ HEADWAY_INLINE inline __m256 load_half_scales(const uint8_t* scales, int half) {
 
 // sums[r] += scale_r * (d * dot + m * sum_r), for 8 of a block's outputs.
 template <int kFormat, int kRows>
-HEADWAY_INLINE inline void add_block(const RowLayout& layout, const uint8_t* block, int half,
-                                     int64_t b, const char* const (&rows)[kRows],
-                                     __m256 (&sums)[kRows]) {
+HEADWAY_INLINE inline void add_block(const RowBlock& rows, int first, const uint8_t* block,
+                                     int64_t b, int half, __m256 (&sums)[kRows]) {
     static constexpr Format kForm = kFormats[kFormat];
-    constexpr int kPerScale = kBlock / kForm.block;
     __m256i dots[kRows];
-    dot_block<kFormat, kRows>(block + kForm.codes_at() + 32 * half, rows, b * kForm.block, dots);
+    const int8_t* inputs = rows.codes[first] + b * kForm.block % kBlock;
+    dot_block<kFormat, kRows>(block + kForm.codes_at() + 32 * half, inputs, dots);
     __m256 step = load_half_scales<kFormat>(block, half), minimum = _mm256_setzero_ps();
     if constexpr (kForm.has_minimum)
         minimum = load_half_scales<kFormat>(block + kForm.scales_bytes(), half);
     unrolled<kRows>([&](auto r) HEADWAY_INLINE {
-        auto half_sums = reinterpret_cast<const int32_t*>(rows[r] + layout.half_sums_at);
-        auto scales = reinterpret_cast<const float*>(rows[r] + layout.scales_at);
-        auto scaled_sums = reinterpret_cast<const float*>(rows[r] + layout.scaled_sums_at);
         if constexpr (kForm.zero != 0) {
-            int32_t sum = half_sums[b * 2 / kPerScale];
-            if constexpr (kPerScale == 1) sum += half_sums[2 * b + 1];
+            int32_t sum = rows.sums[first + r];
+            if constexpr (kForm.block < kBlock)
+                sum = b % 2 ? sum - rows.first_sums[first + r] : rows.first_sums[first + r];
             dots[r] = _mm256_sub_epi32(dots[r], _mm256_set1_epi32(kForm.zero * sum));
         }
-        __m256 scale = _mm256_mul_ps(step, _mm256_set1_ps(scales[b / kPerScale]));
+        __m256 scale = _mm256_mul_ps(step, _mm256_set1_ps(rows.scales[first + r]));
         sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[r]), scale, sums[r]);
-        if constexpr (kForm.has_minimum)
-            sums[r] = _mm256_fmadd_ps(minimum, _mm256_set1_ps(scaled_sums[b]), sums[r]);
+        if constexpr (kForm.has_minimum) {
+            __m256 scaled_sum = _mm256_set1_ps(rows.scaled_sums[first + r]);
+            sums[r] = _mm256_fmadd_ps(minimum, scaled_sum, sums[r]);
+        }
     });
 }
 
-// out[r][lane] = sum over blocks, in order, of scale_r * (d * dot + m * sum_r).
+// out[r][lane] = sum over blocks, in order, of scale_r * (d * dot + m * sum_r), for kRows rows of a
+// group from row `first` on.
 template <int kFormat, int kRows>
-void dot_rows(const Product& product, const RowLayout& layout, const uint8_t* panel,
-              int64_t first_row, float* out) {
+void dot_rows(const RowBlock* rows, int first, const uint8_t* panel, int64_t num_blocks,
+              float* out) {
     static constexpr Format kForm = kFormats[kFormat];
-    const char* rows[kRows];
     __m256 sums[2][kRows];
-    unrolled<kRows>([&](auto r) HEADWAY_INLINE {
-        rows[r] = static_cast<const char*>(product.x) + product.row(first_row + r) * product.x_stride;
-        sums[0][r] = sums[1][r] = _mm256_setzero_ps();
-    });
-    int64_t num_blocks = ceil_div(product.num_inputs, kForm.block);
+    unrolled<kRows>(
+        [&](auto r) HEADWAY_INLINE { sums[0][r] = sums[1][r] = _mm256_setzero_ps(); });
     for (int64_t b = 0; b < num_blocks; ++b, panel += kForm.block_bytes()) {
-        if constexpr (kRows <= kPrefetchRows) prefetch_block<kForm.block_bytes()>(panel);
+        prefetch_block<kForm.block_bytes()>(panel);
+        const RowBlock& block = rows[b * kForm.block / kBlock];
 #pragma GCC unroll 1
         for (int half = 0; half < 2; ++half) {
             // Inputs are loaded again: sixteen registers cannot hold them for the other half.
             asm volatile("" ::: "memory");
-            add_block<kFormat, kRows>(layout, panel, half, b, rows, sums[half]);
+            add_block<kFormat, kRows>(block, first, panel, b, half, sums[half]);
         }
     }
     unrolled<kRows>([&](auto r) HEADWAY_INLINE {

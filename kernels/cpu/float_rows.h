@@ -30,24 +30,14 @@ void expand_block(const uint8_t* block, float* to) {
     }
 }
 
-// Rows at 0, 1, 2 strides from each third pointer: few enough registers for their addresses.
-template <int kRows>
-struct FloatRows {
-    FloatRows(const Product& product, int64_t first_row) {
-        auto x = static_cast<const float*>(product.x);
-        for (int r = 0; r < kRows; ++r) at[r] = x + product.row(first_row + r) * product.x_stride;
-    }
-    const float* at[kRows];
-};
-
 // sums += rows[first .. first + count] times `count` inputs of 16 outputs.
 template <int kRows>
-HEADWAY_INLINE inline void add_inputs(const FloatRows<kRows>& rows, int64_t first, const float* weights,
+HEADWAY_INLINE inline void add_inputs(const float* const (&rows)[kRows], int64_t first, const float* weights,
                        int64_t count, Floats (&sums)[kRows]) {
     for (int64_t k = 0; k < count; ++k) {
         Floats weight = load(weights + kLanes * k);
         unrolled<kRows>([&](auto r) HEADWAY_INLINE {
-            sums[r] = fma(splat(rows.at[r][first + k]), weight, sums[r]);
+            sums[r] = fma(splat(rows[r][first + k]), weight, sums[r]);
         });
     }
 }
@@ -55,9 +45,12 @@ HEADWAY_INLINE inline void add_inputs(const FloatRows<kRows>& rows, int64_t firs
 template <int kFormat, int kRows>
 void float_rows(const Product& product, const uint8_t* panel, int64_t first_row, float* out) {
     static constexpr Format kForm = kFormats[kFormat];
-    FloatRows<kRows> rows(product, first_row);
+    const float* rows[kRows];
     Floats sums[kRows];
-    unrolled<kRows>([&](auto r) HEADWAY_INLINE { sums[r] = zeros(); });
+    unrolled<kRows>([&](auto r) HEADWAY_INLINE {
+        rows[r] = product.float_row(first_row + r);
+        sums[r] = zeros();
+    });
     if constexpr (kFormat == kF32) {
         add_inputs<kRows>(rows, 0, reinterpret_cast<const float*>(panel), product.num_inputs, sums);
     } else if constexpr (kFormat == kBf16) {

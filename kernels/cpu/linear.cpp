@@ -15,54 +15,56 @@ struct QuantiseRows {
     int64_t x_stride;
     const int64_t* index;
     int64_t num_rows, num_inputs;
-    char* out;
-    int64_t out_stride;
+    RowBlock* out;
 };
 
-// The block's scale; NaN where an input is, so that the outputs are too.
+// Sixteen inputs, zeros beyond the row's end.
+Floats load_inputs(const float* row, int64_t first, int64_t num_inputs) {
+    int64_t left = std::clamp<int64_t>(num_inputs - first, 0, kLanes);
+    return left ? load(row + first, first_lanes(left)) : zeros();
+}
+
+// NaN where an input is, so that the outputs are too.
 float block_scale(Floats a, Floats b) {
     float scale = max_lanes(max(abs(a), abs(b))) / 127.0f;
     bool has_nan = bits_of((a <= a) & (b <= b)) != 0xffff;
     return has_nan ? std::numeric_limits<float>::quiet_NaN() : scale;
 }
 
-void quantise_block(const float* x, int64_t num_inputs, int64_t block, const RowLayout& layout,
-                    char* out) {
-    int64_t left = num_inputs - block * kBlock;
-    Floats a = load(x + block * kBlock, first_lanes(std::min<int64_t>(left, kLanes)));
-    Floats b = zeros();
-    if (left > kLanes)
-        b = load(x + block * kBlock + kLanes, first_lanes(std::min<int64_t>(left - kLanes, kLanes)));
-    float scale = block_scale(a, b);
-    auto code = [scale](Floats value) {
-        if (scale == 0.0f) return splat(0);
-        // A step that is no normal number is coarse: a quotient can pass 127.
-        Floats quotient = value / splat(scale);
-        return to_ints(min(splat(127.0f), max(splat(-127.0f), quotient)));
-    };
-    Ints codes_a = code(a), codes_b = code(b);
-    auto codes = reinterpret_cast<int8_t*>(out) + block * kBlock;
-    store_bytes(codes, codes_a);
-    store_bytes(codes + kLanes, codes_b);
-    int32_t sum_a = sum_lanes(codes_a), sum_b = sum_lanes(codes_b);
-    reinterpret_cast<float*>(out + layout.scales_at)[block] = scale;
-    reinterpret_cast<float*>(out + layout.scaled_sums_at)[block] =
-        scale * static_cast<float>(sum_a + sum_b);
-    auto half_sums = reinterpret_cast<int32_t*>(out + layout.half_sums_at) + 2 * block;
-    half_sums[0] = sum_a;
-    half_sums[1] = sum_b;
+Ints codes_of(Floats x, float scale) {
+    if (scale == 0.0f) return splat(0);
+    // A step that is no normal number is coarse: a quotient can pass 127.
+    return to_ints(min(splat(127.0f), max(splat(-127.0f), x / splat(scale))));
+}
+
+void quantise_row(const float* row, int64_t num_inputs, int64_t b, int r, RowBlock& out) {
+    Floats first = load_inputs(row, b * kBlock, num_inputs);
+    Floats second = load_inputs(row, b * kBlock + kLanes, num_inputs);
+    float scale = block_scale(first, second);
+    Ints first_codes = codes_of(first, scale), second_codes = codes_of(second, scale);
+    store_bytes(out.codes[r], first_codes);
+    store_bytes(out.codes[r] + kLanes, second_codes);
+    out.first_sums[r] = sum_lanes(first_codes);
+    out.sums[r] = out.first_sums[r] + sum_lanes(second_codes);
+    out.scales[r] = scale;
+    out.scaled_sums[r] = scale * static_cast<float>(out.sums[r]);
 }
 
 void quantise_rows(const void* words, Thread& thread) {
     const QuantiseRows& args = *static_cast<const QuantiseRows*>(words);
-    RowLayout layout(args.num_inputs);
-    int64_t total = args.num_rows * layout.num_blocks;
+    int64_t num_blocks = ceil_div(args.num_inputs, kBlock);
+    int64_t total = ceil_div(args.num_rows, kGroup) * num_blocks;
     int64_t begin = total * thread.index / thread.count;
     int64_t end = total * (thread.index + 1) / thread.count;
     for (int64_t at = begin; at < end; ++at) {
-        int64_t r = at / layout.num_blocks, block = at % layout.num_blocks;
-        const float* x = args.x + (args.index ? args.index[r] : r) * args.x_stride;
-        quantise_block(x, args.num_inputs, block, layout, args.out + r * args.out_stride);
+        RowBlock& block = args.out[at];
+        int64_t first = at / num_blocks * kGroup;
+        int num_rows = static_cast<int>(std::min<int64_t>(kGroup, args.num_rows - first));
+        for (int r = 0; r < num_rows; ++r) {
+            int64_t row = args.index ? args.index[first + r] : first + r;
+            quantise_row(args.x + row * args.x_stride, args.num_inputs, at % num_blocks, r, block);
+        }
+        for (int r = num_rows; r < kGroup; ++r) block.scales[r] = block.scaled_sums[r] = 0.0f;
     }
 }
 
@@ -119,35 +121,39 @@ void finish_gated(const Linear& args, int64_t pair, int64_t first_row, int64_t n
     }
 }
 
-void linear(const void* words, Thread& thread) {
-    const Linear& args = *static_cast<const Linear*>(words);
-    const Product& product = args.product;
+// Units from `begin` to `end` of the output: panels, or pairs of them if gated.
+void multiply_units(const Linear& args, int64_t begin, int64_t end) {
     alignas(64) float sums[kRowChunk * kLanes], ups[kRowChunk * kLanes];
     bool gated = args.activation != kNone;
-    int64_t num_units = product.num_panels() / (gated ? 2 : 1);
-    // Few enough to even out threads that are held up, many enough to read memory in long runs.
-    int64_t grain = std::clamp<int64_t>(num_units / (8 * thread.count), 1, 16);
-    for (int64_t unit = thread.take(grain); unit < num_units; unit = thread.take(grain)) {
-        int64_t end = std::min(num_units, unit + grain);
-        for (int64_t row = 0; row < product.num_rows; row += kRowChunk) {
-            int64_t num_rows = std::min(kRowChunk, product.num_rows - row);
-            for (int64_t at = unit; at < end; ++at) {
-                panel_sums(product, gated ? 2 * at : at, row, num_rows, sums);
-                if (gated) {
-                    panel_sums(product, 2 * at + 1, row, num_rows, ups);
-                    finish_gated(args, at, row, num_rows, sums, ups);
-                } else {
-                    finish_panel(args, at, row, num_rows, sums);
-                }
+    for (int64_t row = 0; row < args.product.num_rows; row += kRowChunk) {
+        int64_t num_rows = std::min(kRowChunk, args.product.num_rows - row);
+        for (int64_t unit = begin; unit < end; ++unit) {
+            panel_sums(args.product, gated ? 2 * unit : unit, row, num_rows, sums);
+            if (gated) {
+                panel_sums(args.product, 2 * unit + 1, row, num_rows, ups);
+                finish_gated(args, unit, row, num_rows, sums, ups);
+            } else {
+                finish_panel(args, unit, row, num_rows, sums);
             }
         }
     }
 }
 
-static_assert(num_fields<QuantiseRows>() == 7);
+void linear(const void* words, Thread& thread) {
+    const Linear& args = *static_cast<const Linear*>(words);
+    int64_t num_units = args.product.num_panels() / (args.activation == kNone ? 1 : 2);
+    // Long runs of memory first, then ever shorter ones, which even out threads that were held up.
+    for (int64_t begin = 0;;) {
+        int64_t grain = std::clamp<int64_t>((num_units - begin) / (4 * thread.count), 1, 64);
+        begin = thread.take(grain);
+        if (begin >= num_units) return;
+        multiply_units(args, begin, std::min(num_units, begin + grain));
+    }
+}
+
+static_assert(num_fields<QuantiseRows>() == 6);
 const Registration quantise_registration(
-    "quantise_rows", "x:p x_stride:i index:p num_rows:i num_inputs:i out:p out_stride:i",
-    quantise_rows);
+    "quantise_rows", "x:p x_stride:i index:p num_rows:i num_inputs:i out:p", quantise_rows);
 
 static_assert(num_fields<Linear>() == 15);
 const Registration linear_registration(

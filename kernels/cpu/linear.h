@@ -33,54 +33,59 @@ constexpr Format kFormats[kNumFormats] = {
     {8, 16, 32, 4, false},  // q6_k
 };
 
-// Inputs of a quantised row that share a scale.
-constexpr int kBlock = 32;
+// Inputs of a quantised row that share a scale, and rows that lie together.
+constexpr int kBlock = 32, kGroup = 16;
+
+// A block of 16 quantised rows.
+struct RowBlock {
+    int8_t codes[kGroup][kBlock];
+    float scales[kGroup];
+    float scaled_sums[kGroup];
+    int32_t sums[kGroup];
+    int32_t first_sums[kGroup];  // of the first 16 codes
+};
+static_assert(sizeof(RowBlock) == 768, "as in kernels/linear.py");
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Where the parts of a quantised row lie, in bytes.
-struct RowLayout {
-    explicit RowLayout(int64_t num_inputs)
-        : num_blocks(ceil_div(num_inputs, kBlock)),
-          scales_at(num_blocks * kBlock),
-          scaled_sums_at(scales_at + num_blocks * 4),
-          half_sums_at(scaled_sums_at + num_blocks * 4) {}
-
-    const int64_t num_blocks, scales_at, scaled_sums_at, half_sums_at;
-};
-
-// The leading arguments of every product. x_stride counts floats, or bytes of quantised rows.
+// The leading arguments of every product.
 struct Product {
     const void* x;
-    int64_t x_stride;
+    int64_t x_stride;      // in floats
     const int64_t* index;  // row r is row index[r] of x; null: row r
     int64_t num_rows;
-    int64_t quantised;  // whether x holds quantised rows
+    int64_t quantised;  // whether x holds quantised rows; then it has no stride and no index
     const uint8_t* weight;
     int64_t format;
     int64_t num_outputs, num_inputs;
 
     int64_t num_panels() const { return ceil_div(num_outputs, kLanes); }
-    int64_t row(int64_t r) const { return index ? index[r] : r; }
+    const float* float_row(int64_t r) const {
+        return static_cast<const float*>(x) + (index ? index[r] : r) * x_stride;
+    }
+    const RowBlock* group(int64_t r) const {
+        return static_cast<const RowBlock*>(x) + r / kGroup * ceil_div(num_inputs, kBlock);
+    }
 };
 
-// Rows that are taken through one panel before the next: their sums stay in the first cache.
+// Rows that are taken through one panel before the next: their sums stay in the first cache. A
+// multiple of kGroup.
 constexpr int64_t kRowChunk = 128;
 
 // sums[r][lane] = row first_row + r times output 16 panel + lane, for num_rows <= kRowChunk.
 void panel_sums(const Product& product, int64_t panel, int64_t first_row, int64_t num_rows,
                 float* sums);
 
-// Tiles of at most this many rows wait for memory rather than for the processor.
-constexpr int kPrefetchRows = 4;
-
-// Asks for what lies some blocks further, over the panel's end into the next, for the hardware's own
-// prefetching stops at each page of 4 KiB.
+// Asks for what lies further on, over the panel's end into the next: far ahead into the second cache,
+// which waits for more lines at a time, and nearer into the first. The hardware's own prefetching
+// stops at each page of 4 KiB.
 template <int kBytes>
 HEADWAY_INLINE inline void prefetch_block(const uint8_t* block) {
-    constexpr int kAhead = 2048;
-    for (int at = 0; at < kBytes; at += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(block + kAhead + at), _MM_HINT_T0);
+    constexpr int kFar = 4096, kNear = 512;
+    for (int at = 0; at < kBytes; at += 64) {
+        _mm_prefetch(reinterpret_cast<const char*>(block + kFar + at), _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(block + kNear + at), _MM_HINT_T0);
+    }
 }
 
 // The steps d (at = 0) or the minimums (at = scales_bytes) of 16 outputs.

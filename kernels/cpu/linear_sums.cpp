@@ -1,9 +1,12 @@
 // panel_sums: picks the loop for a format, a kind of rows and a number of rows.
+#include <algorithm>
 #include <utility>
 
 #include "float_rows.h"
 #include "linear.h"
-#if defined(__AVX512VNNI__)
+#if defined(__AMX_INT8__)
+#include "tile_amx.h"
+#elif defined(__AVX512VNNI__)
 #include "dot_avx512.h"
 #else
 #include "dot_avx2.h"
@@ -14,37 +17,32 @@ namespace {
 
 constexpr int kMostFloatRows = 8;
 
-using TileLoop = void (*)(const Product&, const RowLayout&, const uint8_t* panel, int64_t first_row,
-                          float* out);
+#if defined(__AMX_INT8__)
+const bool has_tiles = request_tiles();
+#endif
 
-template <int kFormat, int kRows>
-void float_tile(const Product& product, const RowLayout&, const uint8_t* panel, int64_t first_row,
-                float* out) {
-    float_rows<kFormat, kRows>(product, panel, first_row, out);
-}
+using DotLoop = void (*)(const RowBlock* rows, int first, const uint8_t* panel, int64_t num_blocks,
+                         float* out);
+using FloatLoop = void (*)(const Product&, const uint8_t* panel, int64_t first_row, float* out);
 
 // loops[n - 1] takes n rows.
 template <int kFormat, int... kCounts>
-TileLoop dot_loop(int64_t num_rows, std::integer_sequence<int, kCounts...>) {
-    constexpr TileLoop kLoops[] = {dot_rows<kFormat, kCounts + 1>...};
+DotLoop dot_loop(int64_t num_rows, std::integer_sequence<int, kCounts...>) {
+    constexpr DotLoop kLoops[] = {dot_rows<kFormat, kCounts + 1>...};
     return kLoops[num_rows - 1];
 }
 template <int kFormat, int... kCounts>
-TileLoop float_loop(int64_t num_rows, std::integer_sequence<int, kCounts...>) {
-    constexpr TileLoop kLoops[] = {float_tile<kFormat, kCounts + 1>...};
+FloatLoop float_loop(int64_t num_rows, std::integer_sequence<int, kCounts...>) {
+    constexpr FloatLoop kLoops[] = {float_rows<kFormat, kCounts + 1>...};
     return kLoops[num_rows - 1];
 }
 
-// Rows in tiles of nearly equal size, none above the most that a loop takes.
-template <int kMost, typename Choose>
-void in_tiles(const Product& product, const uint8_t* panel, int64_t first_row, int64_t num_rows,
-              float* sums, Choose choose) {
-    RowLayout layout(product.num_inputs);
-    int64_t num_tiles = ceil_div(num_rows, kMost);
-    for (int64_t tile = 0; tile < num_tiles; ++tile) {
-        int64_t begin = tile * num_rows / num_tiles, end = (tile + 1) * num_rows / num_tiles;
-        choose(end - begin)(product, layout, panel, first_row + begin, sums + begin * kLanes);
-    }
+// work(begin, end) for parts of nearly equal size, none above `most`.
+template <typename Work>
+void in_parts(int64_t count, int64_t most, Work work) {
+    int64_t num_parts = ceil_div(count, most);
+    for (int64_t part = 0; part < num_parts; ++part)
+        work(part * count / num_parts, (part + 1) * count / num_parts);
 }
 
 using PanelLoop = void (*)(const Product&, const uint8_t* panel, int64_t first_row,
@@ -53,17 +51,37 @@ using PanelLoop = void (*)(const Product&, const uint8_t* panel, int64_t first_r
 template <int kFormat>
 void float_panel(const Product& product, const uint8_t* panel, int64_t first_row, int64_t num_rows,
                  float* sums) {
-    in_tiles<kMostFloatRows>(product, panel, first_row, num_rows, sums, [](int64_t count) {
-        return float_loop<kFormat>(count, std::make_integer_sequence<int, kMostFloatRows>());
+    in_parts(num_rows, kMostFloatRows, [&](int64_t begin, int64_t end) {
+        auto counts = std::make_integer_sequence<int, kMostFloatRows>();
+        FloatLoop loop = float_loop<kFormat>(end - begin, counts);
+        loop(product, panel, first_row + begin, sums + begin * kLanes);
     });
 }
 
 template <int kFormat>
 void dot_panel(const Product& product, const uint8_t* panel, int64_t first_row, int64_t num_rows,
                float* sums) {
-    in_tiles<kMostDotRows>(product, panel, first_row, num_rows, sums, [](int64_t count) {
-        return dot_loop<kFormat>(count, std::make_integer_sequence<int, kMostDotRows>());
-    });
+#if defined(__AMX_INT8__)
+    int64_t num_left = num_rows % kGroup;
+    if (num_rows >= kLeastTileRows && has_tiles) {
+        int64_t num_tiled = num_left <= kMostLeftRows ? num_rows - num_left : num_rows;
+        tile_panel<kFormat>(product, panel, first_row, num_tiled, sums);
+        first_row += num_tiled;
+        num_rows -= num_tiled;
+        sums += num_tiled * kLanes;
+    }
+#endif
+    int64_t num_blocks = ceil_div(product.num_inputs, kFormats[kFormat].block);
+    for (int64_t group = 0; group < num_rows; group += kGroup) {
+        const RowBlock* rows = product.group(first_row + group);
+        int64_t in_group = std::min<int64_t>(kGroup, num_rows - group);
+        in_parts(in_group, kMostDotRows, [&](int64_t begin, int64_t end) {
+            auto counts = std::make_integer_sequence<int, kMostDotRows>();
+            DotLoop loop = dot_loop<kFormat>(end - begin, counts);
+            float* out = sums + (group + begin) * kLanes;
+            loop(rows, static_cast<int>(begin), panel, num_blocks, out);
+        });
+    }
 }
 
 constexpr PanelLoop kFloatPanels[kNumFormats] = {

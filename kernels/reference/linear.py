@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from headway.kernels.packed import FORMATS, LANES, PackedWeight
 
-_BLOCK = 32
+_BLOCK, _GROUP = 32, 16  # of quantised rows
 
 
 def values(weight: PackedWeight) -> torch.Tensor:
@@ -36,26 +36,29 @@ def values(weight: PackedWeight) -> torch.Tensor:
 
 
 def quantise_rows(x: torch.Tensor) -> torch.Tensor:
-    """[R, K] float32 -> [R, bytes of a row] uint8."""
+    """[R, K] float32 -> [groups, blocks, 768] uint8."""
     num_rows, num_inputs = x.shape
-    blocks = F.pad(x, (0, -num_inputs % _BLOCK)).view(num_rows, -1, _BLOCK)
-    scales = blocks.abs().amax(dim=2) / 127
+    padded = F.pad(x, (0, -num_inputs % _BLOCK, 0, -num_rows % _GROUP))
+    # [groups, blocks, rows of a group, inputs of a block]
+    blocks = padded.view(-1, _GROUP, padded.shape[1] // _BLOCK, _BLOCK).transpose(1, 2)
+    scales = blocks.abs().amax(dim=3) / 127
     codes = (blocks / scales[..., None]).clamp(-127, 127).round()
     codes = torch.where(scales[..., None] == 0, 0.0, codes).nan_to_num(0.0).to(torch.int8)
-    half_sums = codes.view(num_rows, -1, _BLOCK // 2).sum(dim=2, dtype=torch.int32)
-    sums = half_sums.view(num_rows, -1, 2).sum(dim=2)
-    parts = [codes.view(num_rows, -1), scales, scales * sums, half_sums]
-    row = torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
-    return F.pad(row, (0, -row.shape[1] % 64))
+    sums = codes.sum(dim=3, dtype=torch.int32)
+    first_sums = codes[..., : _BLOCK // 2].sum(dim=3, dtype=torch.int32)
+    parts = [codes.flatten(2), scales, scales * sums, sums, first_sums]
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=2)
 
 
-def row_values(data: torch.Tensor, num_inputs: int) -> torch.Tensor:
-    """The rows that quantised rows stand for: [R, num_inputs] float32."""
-    num_blocks = -(-num_inputs // _BLOCK)
-    codes_end, scales_end = _BLOCK * num_blocks, (_BLOCK + 4) * num_blocks
-    codes = data[:, :codes_end].contiguous().view(torch.int8).view(-1, num_blocks, _BLOCK)
-    scales = data[:, codes_end:scales_end].contiguous().view(torch.float32)
-    return (codes * scales[..., None]).flatten(1)[:, :num_inputs]
+def row_values(data: torch.Tensor, num_rows: int, num_inputs: int) -> torch.Tensor:
+    """The rows that quantised rows stand for: [R, K] float32."""
+    num_groups, num_blocks, _ = data.shape
+    codes_end = _GROUP * _BLOCK
+    codes = data[..., :codes_end].contiguous().view(torch.int8)
+    scales = data[..., codes_end : codes_end + 4 * _GROUP].contiguous().view(torch.float32)
+    blocks = codes.view(num_groups, num_blocks, _GROUP, _BLOCK) * scales[..., None]
+    rows = blocks.transpose(1, 2).reshape(num_groups * _GROUP, num_blocks * _BLOCK)
+    return rows[:num_rows, :num_inputs]
 
 
 def linear(

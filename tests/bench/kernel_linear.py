@@ -17,7 +17,11 @@ import torch
 
 from headway.kernels.cpu.build import LEVELS, build
 from headway.kernels.cpu.library import Library, Team
-from headway.kernels.linear import ACTIVATION_NUMBERS, output_head_scratch_bytes, row_bytes
+from headway.kernels.linear import (
+    ACTIVATION_NUMBERS,
+    output_head_scratch_bytes,
+    quantised_rows_bytes,
+)
 from headway.kernels.packed import FORMATS, FormatName, PackedWeight
 
 NUM_LAYERS = 30
@@ -71,8 +75,8 @@ class Case:
         """Make the program for this many rows."""
         shape, kernels = self.shape, self.team.library.kernels
         x = torch.randn(num_rows, shape.num_inputs)
-        stride = row_bytes(shape.num_inputs)
-        rows = torch.empty(num_rows, stride, dtype=torch.uint8)
+        num_bytes = quantised_rows_bytes(num_rows, shape.num_inputs)
+        rows = torch.empty(num_bytes, dtype=torch.uint8)
         width = shape.num_outputs // 2 if shape.gated else shape.num_outputs
         out = torch.empty(num_rows, width) if shape.name != "head" else None
         scratch = output_head_scratch_bytes(num_rows, shape.num_outputs, 1, self.team.num_threads)
@@ -83,11 +87,11 @@ class Case:
             if quantised:
                 words += kernels["quantise_rows"].encode(
                     {"x": x, "x_stride": x.stride(0), "index": None, "num_rows": num_rows}
-                    | {"num_inputs": shape.num_inputs, "out": rows, "out_stride": stride}
+                    | {"num_inputs": shape.num_inputs, "out": rows}
                 )
             product = {
                 "x": rows if quantised else x,
-                "x_stride": stride if quantised else x.stride(0),
+                "x_stride": x.stride(0),
                 "index": None,
                 "num_rows": num_rows,
                 "quantised": int(quantised),
