@@ -12,8 +12,23 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <utility>
 
 namespace headway {
+
+#define HEADWAY_INLINE __attribute__((always_inline))
+
+template <int... kIndices, typename Step>
+HEADWAY_INLINE inline void unrolled_over(std::integer_sequence<int, kIndices...>, Step& step) {
+    (step(std::integral_constant<int, kIndices>()), ...);
+}
+
+// step(0), step(1), ... written out, so that arrays indexed by it become registers: gcc 12 unrolls
+// loops too late for that. Mark the lambda HEADWAY_INLINE.
+template <int kCount, typename Step>
+HEADWAY_INLINE inline void unrolled(Step step) {
+    unrolled_over(std::make_integer_sequence<int, kCount>(), step);
+}
 
 constexpr int kLanes = 16;
 
