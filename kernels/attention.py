@@ -19,7 +19,7 @@ CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """By the number that cpu/kv_write.h knows them by."""
 
 _CHUNK = 64
-_QUERIES = 96
+_TILE_QUERIES = 192
 _BLOCK_ROWS = 6
 _PARTS_BYTES = 4 << 20
 
@@ -138,8 +138,8 @@ def attention_scratch_bytes(
     room for the parts of the queries it works on; then, for all, parts that are yet to be merged.
     """
     padded = -(-head_size // 16) * 16
-    queries = _BLOCK_ROWS + max(_QUERIES, num_heads // num_groups)
-    floats = 2 * _CHUNK * (head_size + padded) + queries * (padded + 16)
+    queries = max(_TILE_QUERIES, num_heads // num_groups) + 16
+    floats = 2 * _CHUNK * (head_size + padded) + (_BLOCK_ROWS + queries) * padded + 2 * queries
     return num_threads * floats * 4 + _PARTS_BYTES
 
 

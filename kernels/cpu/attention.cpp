@@ -6,18 +6,19 @@
 // Normalizer Calculation for Softmax. Where a key lies, whether it was drafted or accepted, who
 // computes a chunk and which other rows share its packed keys changes no bit.
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 #include "attention_pack.h"
 #include "attention_product.h"
-#include "math.h"
+#include "attention_softmax.h"
 #include "team.h"
 
 namespace headway {
 namespace {
 
-constexpr int64_t kChunk = kColumns;
-constexpr int64_t kTileQueries = 96;  // queries (row and head) that share packed keys
-constexpr float kLowest = -__builtin_inff();
+static_assert(kChunk == kColumns && kChunk % kLanes == 0);
+constexpr int64_t kTileQueries = 192;  // queries (row and head) that share packed keys
 
 struct Attention {
     const float* query;
@@ -44,6 +45,9 @@ struct Attention {
     int64_t scratch_bytes;
 
     int64_t ratio() const { return num_heads / num_groups; }
+    float* out_row(int64_t row, int64_t head) const {
+        return out + row * out_stride + head * out_head_stride;
+    }
     int64_t padded_size() const { return (head_size + kLanes - 1) / kLanes * kLanes; }
 };
 
@@ -53,20 +57,24 @@ int64_t part_floats(const Attention& args) { return args.padded_size() + kLanes;
 // What a thread works in.
 struct Room {
     float *keys, *values, *node_keys, *node_values;  // packed
-    float* block;                                    // parts of kRows queries
-    float* states;                                   // parts of kTileQueries queries
+    float* block;                                    // weighted sums of kRows queries
+    States states;                                   // of kTileQueries queries
     float* end;
 
     Room(const Attention& args, int index) {
-        int64_t keys_floats = args.head_size * kColumns, values_floats = args.padded_size() * kColumns;
-        int64_t parts = (kRows + std::max(kTileQueries, args.ratio())) * part_floats(args);
-        int64_t total = 2 * (keys_floats + values_floats) + parts;
+        int64_t width = args.padded_size();
+        int64_t keys_floats = args.head_size * kColumns, values_floats = width * kColumns;
+        int64_t queries = std::max(kTileQueries, args.ratio()) + kLanes;
+        int64_t total = 2 * (keys_floats + values_floats) + (kRows + queries) * width + 2 * queries;
         keys = reinterpret_cast<float*>(args.scratch) + index * total;
         values = keys + keys_floats;
         node_keys = values + values_floats;
         node_values = node_keys + keys_floats;
         block = node_values + values_floats;
-        states = block + kRows * part_floats(args);
+        states.width = width;
+        states.sums = block + kRows * width;
+        states.largest = states.sums + queries * width;
+        states.sum_of_weights = states.largest + queries;
         end = keys + total;
     }
 };
@@ -138,6 +146,12 @@ int64_t slot_of(const Attention& args, const Tile& tile, int64_t index) {
     return tile.table[index / args.block_size] * args.block_size + index % args.block_size;
 }
 
+// Gives the lanes beside begin .. end - 1, up to multiples of 16, slots that may be read.
+void fill_beside(int64_t* slots, int64_t begin, int64_t end) {
+    for (int64_t lane = begin; lane % kLanes;) slots[--lane] = slots[begin];
+    for (int64_t lane = end; lane % kLanes; ++lane) slots[lane] = slots[begin];
+}
+
 template <int64_t kType>
 CachedHead<kType> cached_head(const Attention& args, const void* data, const float* scales,
                               int64_t group) {
@@ -147,7 +161,8 @@ CachedHead<kType> cached_head(const Attention& args, const void* data, const flo
 }
 
 template <int64_t kType>
-Chunk pack_chunk(const Attention& args, const Tile& tile, int64_t group, int64_t index, Room& room) {
+Chunk pack_chunk(const Attention& args, const Tile& tile, int64_t group, int64_t index,
+                 const Room& room) {
     CachedHead<kType> keys = cached_head<kType>(args, args.key_cache, args.key_scales, group);
     CachedHead<kType> values = cached_head<kType>(args, args.value_cache, args.value_scales, group);
     Chunk chunk;
@@ -158,6 +173,7 @@ Chunk pack_chunk(const Attention& args, const Tile& tile, int64_t group, int64_t
     if (chunk.begin < chunk.end) {
         for (int64_t lane = chunk.begin; lane < chunk.end; ++lane)
             slots[lane] = slot_of(args, tile, chunk.base + lane);
+        fill_beside(slots, chunk.begin, chunk.end);
         pack_keys(keys, slots, chunk.begin, chunk.end, room.keys);
         pack_values(values, slots, chunk.begin, chunk.end, room.values);
     }
@@ -173,6 +189,7 @@ Chunk pack_chunk(const Attention& args, const Tile& tile, int64_t group, int64_t
         slots[chunk.num_nodes++] = slot_of(args, tile, tile.root + node);
     }
     if (chunk.num_nodes) {
+        fill_beside(slots, 0, chunk.num_nodes);
         pack_keys(keys, slots, 0, chunk.num_nodes, room.node_keys);
         pack_values(values, slots, 0, chunk.num_nodes, room.node_values);
     }
@@ -197,39 +214,9 @@ Visible visible_lanes(const Attention& args, const Tile& tile, const Chunk& chun
     return seen;
 }
 
-// exp(x) for x <= 0. Below exp(-64), which no sum with a 1 in it would notice, it is 0, since what
-// follows is many times slower where numbers get too small to be normal.
-Floats weight_of(Floats x) {
-    Floats lowest = splat(-64.0f);
-    return select(x < lowest, zeros(), exp(max(lowest, x)));
-}
-
-// Turns the scores of visible lanes into weights, others into 0; sets the part's maximum and sum.
-void softmax_lanes(const Attention& args, const Visible& seen, float* scores, float* limits) {
-    constexpr int kParts = kChunk / kLanes;
-    Floats scale = splat(static_cast<float>(args.scale)), largest = splat(kLowest);
-    Floats cap = splat(static_cast<float>(args.softcap));
-    Floats score[kParts];
-    for (int i = 0; i < kParts; ++i) {
-        score[i] = load(scores + i * kLanes) * scale;
-        if (args.softcap > 0) score[i] = cap * tanh(score[i] / cap);
-        Mask before = first_lanes(std::clamp<int64_t>(seen.begin - i * kLanes, 0, kLanes));
-        Mask until = first_lanes(std::clamp<int64_t>(seen.end - i * kLanes, 0, kLanes));
-        score[i] = select(before, splat(kLowest), select(until, score[i], splat(kLowest)));
-        largest = max(score[i], largest);
-    }
-    float limit = max_lanes(largest);
-    for (int i = 0; i < kParts; ++i) {
-        score[i] = weight_of(score[i] - splat(limit));
-        store(scores + i * kLanes, score[i]);
-    }
-    limits[0] = limit;
-    limits[1] = sum_lanes((score[0] + score[1]) + (score[2] + score[3]));
-}
-
-// The parts of up to kRows queries for one chunk, in room.block. False where a query sees nothing.
-void block_parts(const Attention& args, const Chunk& chunk, const Room& room, int64_t count,
-                 const float* const* queries, const Visible* seen) {
+// The parts of up to kRows queries for one chunk: weighted sums in room.block, and their limits.
+Limits block_parts(const Attention& args, const Chunk& chunk, const Room& room, int64_t count,
+                   const float* const* queries, const Visible* seen) {
     alignas(64) float scores[kRows][kChunk], node_scores[kRows][kChunk];
     int64_t begin = kChunk, end = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -248,109 +235,108 @@ void block_parts(const Attention& args, const Chunk& chunk, const Room& room, in
         product(count, queries, room.node_keys, kColumns, args.head_size,
                 (chunk.num_nodes + kLanes - 1) / kLanes, node_scores[0], kChunk);
     const float* weights[kRows];
-    int64_t stride = part_floats(args), width = args.padded_size();
+    Limits limits = {};
+    int64_t width = args.padded_size();
     for (int64_t i = 0; i < count; ++i) {
         for (uint64_t rest = seen[i].nodes; rest; rest &= rest - 1) {
             int node = __builtin_ctzll(rest);
             scores[i][chunk.node_lane[node]] = node_scores[i][chunk.node_column[node]];
         }
-        softmax_lanes(args, seen[i], scores[i], room.block + i * stride + width);
+        std::tie(limits.largest[i], limits.sum[i]) =
+            softmax_lanes(scores[i], seen[i].begin, seen[i].end, static_cast<float>(args.scale),
+                          static_cast<float>(args.softcap));
         weights[i] = scores[i] + begin;
     }
     product(count, weights, room.values + begin * width, width, std::max<int64_t>(0, end - begin),
-            width / kLanes, room.block, stride);
+            width / kLanes, room.block, width);
     for (int64_t i = 0; i < count; ++i)
         for (uint64_t rest = seen[i].nodes; rest; rest &= rest - 1) {
             int node = __builtin_ctzll(rest);
             if (chunk.node_lane[node] < seen[i].begin) continue;
             Floats weight = splat(scores[i][chunk.node_lane[node]]);
             const float* value = room.node_values + chunk.node_column[node] * width;
-            float* sum = room.block + i * stride;
+            float* sum = room.block + i * width;
             for (int64_t at = 0; at < width; at += kLanes)
                 store(sum + at, fma(weight, load(value + at), load(sum + at)));
         }
+    return limits;
 }
 
-// Puts the next part behind those in `state`.
-void append_part(float* state, const float* part, int64_t width, bool first) {
-    if (first) {
-        for (int64_t at = 0; at < width + kLanes; at += kLanes) store(state + at, load(part + at));
-        return;
-    }
-    float largest = std::max(state[width], part[width]);
-    Floats old_scale = weight_of(splat(state[width] - largest));
-    Floats scale = weight_of(splat(part[width] - largest));
-    for (int64_t at = 0; at < width; at += kLanes)
-        store(state + at, fma(load(state + at), old_scale, load(part + at) * scale));
-    Floats sum = fma(splat(state[width + 1]), old_scale, splat(part[width + 1]) * scale);
-    state[width] = largest;
-    store(state + width + 1, sum, first_lanes(1));
-}
-
-void write_row(const Attention& args, const float* state, int64_t row, int64_t head) {
-    float* out = args.out + row * args.out_stride + head * args.out_head_stride;
-    Floats scale = splat(1.0f / state[args.padded_size() + 1]);
-    for (int64_t at = 0; at < args.head_size; at += kLanes)
-        store(out + at, load(state + at) * scale, lanes_left(args.head_size - at));
-}
-
-// Computes the parts of every query of a tile for one chunk; f(query, part, first) takes them.
+// Computes the parts of every query of a tile for one chunk; f(first query, limits, rows, fresh)
+// takes them from room.block, as States::append does.
 template <int64_t kType, typename F>
-void chunk_parts(const Attention& args, const Tile& tile, int64_t group, int64_t index, Room& room,
-                 F f) {
+void chunk_parts(const Attention& args, const Tile& tile, int64_t group, int64_t index,
+                 const Room& room, F f) {
     Chunk chunk = pack_chunk<kType>(args, tile, group, index, room);
-    int64_t num_queries = tile.num_rows * args.ratio();
+    int64_t ratio = args.ratio(), num_queries = tile.num_rows * ratio;
     for (int64_t first = 0; first < num_queries; first += kRows) {
         int64_t count = std::min<int64_t>(kRows, num_queries - first);
         const float* queries[kRows];
         Visible seen[kRows];
-        bool any_seen = false;
+        unsigned rows = 0, fresh = 0;
         for (int64_t i = 0; i < count; ++i) {
-            int64_t row = tile.first_row + (first + i) / args.ratio();
-            int64_t head = group * args.ratio() + (first + i) % args.ratio();
+            int64_t row = tile.first_row + (first + i) / ratio;
+            int64_t head = group * ratio + (first + i) % ratio;
             queries[i] = args.query + row * args.query_stride + head * args.query_head_stride;
             seen[i] = visible_lanes(args, tile, chunk, row);
-            any_seen |= seen[i].begin < seen[i].end;
-        }
-        if (!any_seen) continue;
-        block_parts(args, chunk, room, count, queries, seen);
-        for (int64_t i = 0; i < count; ++i) {
             if (seen[i].begin >= seen[i].end) continue;
-            int64_t position = args.positions[tile.first_row + (first + i) / args.ratio()];
-            bool is_first = window_begin(args, position) / kChunk == index;
-            f(first + i, room.block + i * part_floats(args), is_first);
+            rows |= 1u << i;
+            if (window_begin(args, args.positions[row]) >= chunk.base) fresh |= 1u << i;
         }
+        if (rows) f(first, block_parts(args, chunk, room, count, queries, seen), rows, fresh);
     }
 }
 
 // One thread does every chunk of a tile and head, one after another.
 template <int64_t kType>
-void whole_tile(const Attention& args, const Tile& tile, int64_t group, Room& room) {
-    int64_t stride = part_floats(args), ratio = args.ratio();
+void whole_tile(const Attention& args, const Tile& tile, int64_t group, const Room& room) {
+    int64_t ratio = args.ratio();
+    States states = room.states;
     for (int64_t i = 0; i < tile.num_chunks(); ++i)
-        chunk_parts<kType>(args, tile, group, tile.first_chunk() + i, room,
-                           [&](int64_t query, const float* part, bool first) {
-                               append_part(room.states + query * stride, part, args.padded_size(),
-                                           first);
-                           });
+        chunk_parts<kType>(
+            args, tile, group, tile.first_chunk() + i, room,
+            [&](int64_t first, const Limits& limits, unsigned rows, unsigned fresh) {
+                states.append(first, room.block, limits, rows, fresh);
+            });
     for (int64_t query = 0; query < tile.num_rows * ratio; ++query)
-        write_row(args, room.states + query * stride, tile.first_row + query / ratio,
-                  group * ratio + query % ratio);
+        states.write(query, args.out_row(tile.first_row + query / ratio, group * ratio + query % ratio),
+                     args.head_size);
+}
+
+// Computes one chunk of a tile and head and stores the parts: out[query][chunk], `num_chunks` apart.
+template <int64_t kType>
+void split_tile(const Attention& args, const Tile& tile, int64_t group, int64_t index,
+                const Room& room, float* out) {
+    int64_t width = args.padded_size(), stride = tile.num_chunks() * part_floats(args);
+    chunk_parts<kType>(args, tile, group, index, room,
+                       [&](int64_t first, const Limits& limits, unsigned rows, unsigned) {
+                           for (; rows; rows &= rows - 1) {
+                               int i = __builtin_ctz(rows);
+                               float* part = out + (first + i) * stride;
+                               std::memcpy(part, room.block + i * width,
+                                           static_cast<size_t>(width) * 4);
+                               part[width] = limits.largest[i];
+                               part[width + 1] = limits.sum[i];
+                           }
+                       });
 }
 
 // Puts the stored parts of the rows of a tile together; `parts` is [query][chunk] for each group.
-void merge_tile(const Attention& args, const Tile& tile, const float* parts, Room& room,
+void merge_tile(const Attention& args, const Tile& tile, const float* parts, const Room& room,
                 Thread& thread) {
     int64_t stride = part_floats(args), ratio = args.ratio(), num_chunks = tile.num_chunks();
+    States state = room.states;
     for (int64_t at = thread.index; at < tile.num_rows * args.num_heads; at += thread.count) {
         int64_t group = at / (tile.num_rows * ratio), query = at % (tile.num_rows * ratio);
         int64_t row = tile.first_row + query / ratio, position = args.positions[row];
         int64_t first = window_begin(args, position) / kChunk - tile.first_chunk();
         int64_t last = position / kChunk - tile.first_chunk();
-        for (int64_t i = first; i <= last; ++i)
-            append_part(room.block, parts + (at * num_chunks + i) * stride, args.padded_size(),
-                        i == first);
-        write_row(args, room.block, row, group * ratio + query % ratio);
+        for (int64_t i = first; i <= last; ++i) {
+            const float* part = parts + (at * num_chunks + i) * stride;
+            Limits limits = {{part[state.width]}, {part[state.width + 1]}};
+            state.append(0, part, limits, 1, i == first);
+        }
+        state.write(0, args.out_row(row, group * ratio + query % ratio), args.head_size);
     }
 }
 
@@ -385,12 +371,8 @@ void attend(const Attention& args, Thread& thread) {
                 whole_tile<kType>(args, tile, group, room);
                 continue;
             }
-            float* out = tile_parts + (group * num_queries * num_chunks + i) * stride;
-            chunk_parts<kType>(args, tile, group, tile.first_chunk() + i, room,
-                               [&](int64_t query, const float* part, bool) {
-                                   append_part(out + query * num_chunks * stride, part,
-                                               args.padded_size(), true);
-                               });
+            split_tile<kType>(args, tile, group, tile.first_chunk() + i, room,
+                              tile_parts + (group * num_queries * num_chunks + i) * stride);
         }
         first_unit += num_units;
         tile_parts += groups * num_queries * num_chunks * stride;

@@ -71,43 +71,82 @@ inline void transpose(Floats (&x)[kLanes]) {
 // The keys or the values of one head: where they are and how they are stored.
 template <int64_t kType>
 struct CachedHead {
+    static constexpr int64_t kBytes = kType == kCacheFloat32 ? 4 : kType == kCacheBfloat16 ? 2 : 1;
+    static constexpr int64_t kPerWord = 4 / kBytes;  // elements in 32 bits
+
     const char* data;  // the head's first element in slot 0
     const float* scales;
     int64_t slot_stride, scale_stride, head_size;
 
-    // Elements `at` to `at` + 15 of a slot; zeros past the head's end.
-    Floats elements(int64_t slot, int64_t at) const {
-        const char* from = data + (slot * slot_stride + at) * cache_type_bytes(kType);
-        char room[kLanes * 4];
-        if (head_size - at < kLanes) {
-            std::memset(room, 0, sizeof room);
-            std::memcpy(room, from, static_cast<size_t>((head_size - at) * cache_type_bytes(kType)));
+    const char* row(int64_t slot) const { return data + slot * slot_stride * kBytes; }
+    float scale(int64_t slot) const { return scales[slot * scale_stride]; }
+
+    // 64 bytes from element `at` of a row, zeros past the head's end.
+    Floats words(const char* row, int64_t at) const {
+        const char* from = row + at * kBytes;
+        int64_t left = (head_size - at) * kBytes;
+        if (left >= 64) return load(reinterpret_cast<const float*>(from));
+        if (left % 4 == 0) return load(reinterpret_cast<const float*>(from), first_lanes(left / 4));
+        float room[kLanes] = {};
+        std::memcpy(room, from, static_cast<size_t>(left));
+        return load(room);
+    }
+
+    // Element `index` of each of 16 words.
+    static Floats element(Floats words, int64_t index) {
+        if constexpr (kType == kCacheFloat32) return words;
+        Ints bits = bits_of(words);
+        if constexpr (kType == kCacheBfloat16)
+            return floats_of_bits(index ? bits & splat(INT32_MIN >> 15) : shift_left<16>(bits));
+        if (index == 0) bits = shift_left<24>(bits);
+        if (index == 1) bits = shift_left<16>(bits);
+        if (index == 2) bits = shift_left<8>(bits);
+        return to_floats(shift_right<24>(bits));
+    }
+
+    // 16 elements from `at` of a row, zeros past the head's end.
+    Floats elements(const char* row, int64_t at, Floats scale) const {
+        const char* from = row + at * kBytes;
+        char room[64] = {};
+        if (kType != kCacheFloat32 && head_size - at < kLanes) {
+            std::memcpy(room, from, static_cast<size_t>((head_size - at) * kBytes));
             from = room;
         }
-        if constexpr (kType == kCacheFloat32) return load(reinterpret_cast<const float*>(from));
+        if constexpr (kType == kCacheFloat32) return words(row, at);
         if constexpr (kType == kCacheBfloat16)
             return load_bfloat(reinterpret_cast<const uint16_t*>(from));
-        return load_bytes(reinterpret_cast<const int8_t*>(from)) *
-               splat(scales[slot * scale_stride]);
+        return load_bytes(reinterpret_cast<const int8_t*>(from)) * scale;
     }
 };
 
 // Packs lanes begin .. end - 1 of `slots` as columns: out[i][lane], i an element. Lanes beside them,
-// up to a multiple of 16, get the values of some lane among them.
+// up to multiples of 16, hold slots that may be read too. Rows are turned in words of 32 bits, which
+// are taken apart afterwards: that is the fewest shuffles.
 template <int64_t kType>
 void pack_keys(const CachedHead<kType>& head, const int64_t* slots, int64_t begin, int64_t end,
                float* out) {
-    for (int64_t lane = begin / kLanes * kLanes; lane < end; lane += kLanes)
-        for (int64_t at = 0; at < head.head_size; at += kLanes) {
-            Floats x[kLanes];
-            for (int i = 0; i < kLanes; ++i) {
-                int64_t from = lane + i < begin ? begin : lane + i < end ? lane + i : end - 1;
-                x[i] = head.elements(slots[from], at);
-            }
-            transpose(x);
-            int64_t left = head.head_size - at < kLanes ? head.head_size - at : kLanes;
-            for (int64_t i = 0; i < left; ++i) store(out + (at + i) * kColumns + lane, x[i]);
+    constexpr int64_t kPerWord = CachedHead<kType>::kPerWord;
+    for (int64_t lane = begin / kLanes * kLanes; lane < end; lane += kLanes) {
+        const char* rows[kLanes];
+        float scales[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+            rows[i] = head.row(slots[lane + i]);
+            if (kType == kCacheInt8) scales[i] = head.scale(slots[lane + i]);
         }
+        for (int64_t at = 0; at < head.head_size; at += kLanes * kPerWord) {
+            Floats x[kLanes];
+            unrolled<kLanes>([&](auto i) HEADWAY_INLINE { x[i] = head.words(rows[i], at); });
+            transpose(x);
+            for (int64_t i = 0; i < kLanes; ++i)
+                for (int64_t part = 0; part < kPerWord; ++part) {
+                    int64_t element = at + i * kPerWord + part;
+                    if (element >= head.head_size) break;
+                    Floats value = head.element(x[i], part);
+                    if (kType == kCacheInt8) value = value * load(scales);
+                    store(out + element * kColumns + lane, value);
+                }
+        }
+    }
 }
 
 // Packs the same lanes as rows: out[lane][i], with zeros up to a multiple of 16 elements.
@@ -115,9 +154,12 @@ template <int64_t kType>
 void pack_values(const CachedHead<kType>& head, const int64_t* slots, int64_t begin, int64_t end,
                  float* out) {
     int64_t width = (head.head_size + kLanes - 1) / kLanes * kLanes;
-    for (int64_t lane = begin; lane < end; ++lane)
+    for (int64_t lane = begin; lane < end; ++lane) {
+        const char* row = head.row(slots[lane]);
+        Floats scale = splat(kType == kCacheInt8 ? head.scale(slots[lane]) : 1.0f);
         for (int64_t at = 0; at < width; at += kLanes)
-            store(out + lane * width + at, head.elements(slots[lane], at));
+            store(out + lane * width + at, head.elements(row, at, scale));
+    }
 }
 
 }  // namespace headway
