@@ -3,6 +3,8 @@
 Token ids below are llama.cpp's (llama-cpp-python 0.3.36) for the same files.
 """
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -55,6 +57,41 @@ def test_smollm2_is_here_again_in_about_a_second(smollm2: Path) -> None:
     print(f"second load of smollm2-135m: {seconds:.2f} s")  # noqa: T201
     assert seconds < 2
     assert loaded.eos_token_ids == (2, 0)
+
+
+MEMORY = """
+import re
+from pathlib import Path
+import transformers.models.llama.modeling_llama
+from headway.engine.models.load import load_model
+
+def peak() -> int:
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+before = peak()
+model = load_model("smollm2-135m").model
+for buffer in model.buffers():
+    buffer.flatten()[::1024].sum()  # a place of every page
+print((peak() - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_smollm2_takes_no_more_memory_than_its_packed_weights(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first time, when it is packed, and later: expanded, it would take 540 MB."""
+    (tmp_path / "models").symlink_to(smollm2.parent.parent)
+    monkeypatch.setenv("HEADWAY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    for most_megabytes in (170, 130):
+        command = [sys.executable, "-c", MEMORY]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        num_bytes = int(result.stdout)
+        print(f"smollm2-135m: {num_bytes / 1e6:.0f} MB over the imports")  # noqa: T201
+        assert num_bytes < most_megabytes * 1e6
+    assert num_bytes > 90e6, "the weights were touched"
 
 
 @pytest.mark.real_model
