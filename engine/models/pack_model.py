@@ -89,8 +89,8 @@ def pack_gguf(
             return False
 
         def fill(staging: Path) -> None:
-            write_weights(staging / _WEIGHTS_FILE, plan, progress)
             write_papers(staging, file, config)
+            write_weights(staging / _WEIGHTS_FILE, plan, progress)
 
         ensure_folder(folder, _num_bytes(plan), fill)
         return True

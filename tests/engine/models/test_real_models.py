@@ -3,6 +3,8 @@
 Token ids below are llama.cpp's (llama-cpp-python 0.3.36) for the same files.
 """
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from headway.engine.models.convert import convert_gguf
 from headway.engine.models.load import load_model
 from headway.engine.models.pack_model import pack_gguf
+from headway.engine.models.packed_modules import PackedEmbedding, PackedLinear
 from headway.engine.models.tokenizer import load_tokenizer, render_chat
+from headway.kernels.pack import unpack
 
 TEXT = "Hello 12345, it's   2024!\n\n\tdef f(x):"
 
@@ -27,6 +31,21 @@ def assert_same_logits(ours: PreTrainedModel, path: Path, tokens: torch.Tensor) 
         torch.testing.assert_close(ours(tokens).logits, expected, rtol=0, atol=1e-4)
 
 
+def assert_same_state(packed: PreTrainedModel, expanded: PreTrainedModel) -> None:
+    """Every weight and buffer is the same to the bit, packed ones too."""
+    expected = dict(expanded.named_parameters(remove_duplicate=False))
+    expected |= dict(expanded.named_buffers())
+    found: dict[str, torch.Tensor] = dict(packed.named_parameters(remove_duplicate=False))
+    for name, module in packed.named_modules():
+        if isinstance(module, PackedLinear | PackedEmbedding):
+            found[f"{name}.weight"] = unpack(module.weight)
+        else:
+            found |= {f"{name}.{leaf}": each for leaf, each in module.named_buffers(recurse=False)}
+    expected.pop("model.embed_tokens.embed_scale", None)  # a number in PackedEmbedding
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
 @pytest.mark.slow
 @pytest.mark.real_model
 def test_smollm2_has_the_logits_of_transformers_own_loader(smollm2: Path) -> None:
@@ -34,16 +53,24 @@ def test_smollm2_has_the_logits_of_transformers_own_loader(smollm2: Path) -> Non
     assert loaded.vocab_size == 49152
     assert loaded.config.max_position_embeddings == 8192
     assert_same_logits(loaded.model, smollm2, torch.arange(100, 148)[None])
+    assert_same_state(loaded.model, load_model("smollm2-135m", keep_packed=False).model)
 
 
 @pytest.mark.slow
 @pytest.mark.real_model
 @pytest.mark.timeout(300)
 def test_gemma3_has_the_logits_of_transformers_own_loader(gemma3: Path) -> None:
-    loaded = load_model("gemma3-270m", activations="fp32")
+    loaded = load_model("gemma3-270m", keep_packed=False)
     assert loaded.eos_token_ids == (1, 106)
     past_the_window = torch.arange(1000, 1000 + 530)[None]
     assert_same_logits(loaded.model, gemma3, past_the_window)
+    packed = load_model("gemma3-270m", activations="fp32")
+    assert packed.eos_token_ids == (1, 106)
+    assert_same_state(packed.model, loaded.model)
+    with torch.inference_mode():
+        ours, expanded = (each.model(past_the_window[:, :64]).logits for each in (packed, loaded))
+        # Sums of 640 to 2048 products in another order; both differ as much from float64.
+        torch.testing.assert_close(ours, expanded, rtol=0, atol=1e-3)
 
 
 @pytest.mark.real_model
@@ -55,6 +82,41 @@ def test_smollm2_is_here_again_in_about_a_second(smollm2: Path) -> None:
     print(f"second load of smollm2-135m: {seconds:.2f} s")  # noqa: T201
     assert seconds < 2
     assert loaded.eos_token_ids == (2, 0)
+
+
+MEMORY = """
+import re
+from pathlib import Path
+import transformers.models.llama.modeling_llama
+from headway.engine.models.load import load_model
+
+def peak() -> int:
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+before = peak()
+model = load_model("smollm2-135m").model
+for buffer in model.buffers():
+    buffer.flatten()[::1024].sum()  # a place of every page
+print((peak() - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.real_model
+def test_smollm2_takes_no_more_memory_than_its_packed_weights(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first time, when it is packed, and later: expanded, it would take 540 MB."""
+    (tmp_path / "models").symlink_to(smollm2.parent.parent)
+    monkeypatch.setenv("HEADWAY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    for most_megabytes in (170, 130):
+        command = [sys.executable, "-c", MEMORY]
+        result = subprocess.run(command, capture_output=True, text=True, check=True)
+        num_bytes = int(result.stdout)
+        print(f"smollm2-135m: {num_bytes / 1e6:.0f} MB over the imports")  # noqa: T201
+        assert num_bytes < most_megabytes * 1e6
+    assert num_bytes > 90e6, "the weights were touched"
 
 
 @pytest.mark.real_model
