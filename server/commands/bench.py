@@ -128,9 +128,13 @@ def bench_engine(config: BenchEngineConfig) -> int:
     Console().print(*_lines(first_tokens, memory), sep="\n")
     differences = _differences(outputs) if config.check_identical else []
     if config.json is not None:
-        record = _record(config, assembled, cases, differences)
-        record |= {"first_token_seconds": first_tokens, "peak_bytes_over_imports": memory}
-        write_json(config.json, record | {"roofline": roofline and asdict(roofline)})
+        lone = {length: asdict(spread) for length, spread in first_tokens.items()}
+        record = _record(config, assembled, cases, differences) | {
+            "first_token_seconds": lone,
+            "peak_bytes_over_imports": memory,
+            "roofline": None if roofline is None else asdict(roofline),
+        }
+        write_json(config.json, record)
     return _report(differences, config.check_identical and len(modes) > 1)
 
 

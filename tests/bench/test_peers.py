@@ -90,7 +90,7 @@ def test_prompts_of_a_round() -> None:
     assert plan.prompts_of(1, 0) == prompts[0::2]
     assert plan.prompts_of(4, 1) == prompts[1::2]
     assert plan.prompts_of(16, 1) == prompts * 2
-    assert len(plan.text) == peers.PREFILL_PROMPT
+    assert plan.text(20, 1) == [*range(1, 16), *range(5)]
 
 
 def test_same_tokens() -> None:
