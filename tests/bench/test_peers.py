@@ -5,9 +5,11 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+import peer_process
 import peers
 import pytest
-from peers import Plan, Process, same_tokens
+from peer_process import PEERS_FOLDER, PeerFailed, PeerKind, Process, llama_cpp_flags, python_of
+from peers import Plan, same_tokens
 
 STUB = """
     import sys
@@ -40,8 +42,8 @@ STUB = """
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "stub.py"
-    path.write_text(textwrap.dedent(STUB).format(folder=str(peers.HERE / "peers")))
-    monkeypatch.setitem(peers.PEERS, "stub", peers.PeerKind(str(path)))
+    path.write_text(textwrap.dedent(STUB).format(folder=str(PEERS_FOLDER)))
+    monkeypatch.setitem(peer_process.PEERS, "stub", PeerKind(str(path)))
 
 
 @pytest.fixture
@@ -66,22 +68,31 @@ def test_a_peer_answers_line_by_line(peer: Process) -> None:
 
 
 def test_a_peer_that_dies_says_why(peer: Process) -> None:
-    with pytest.raises(peers.PeerFailed, match="stub has ended: an empty prompt"):
+    with pytest.raises(PeerFailed, match="stub has ended: an empty prompt"):
         peer.ask({"do": "first_token", "prompt": []})
-    with pytest.raises(peers.PeerFailed, match="stub has ended"):
+    with pytest.raises(PeerFailed, match="stub has ended"):
         peer.ask({"do": "memory"})
 
 
 def test_a_peer_that_cannot_load_says_why(stub: None) -> None:
-    with pytest.raises(peers.PeerFailed, match="RuntimeError: no such model"):
+    with pytest.raises(PeerFailed, match="RuntimeError: no such model"):
         Process("stub", sys.executable, {"num_threads": 13})
 
 
 def test_a_peer_that_is_not_installed_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_CACHE_DIR", "/nonexistent")
-    with pytest.raises(peers.PeerFailed, match=r"run --install vllm, or give --env vllm=FOLDER"):
-        peers._python("vllm-bf16", {})
-    assert peers._python("headway", {}) == sys.executable
+    with pytest.raises(PeerFailed, match=r"run --install vllm, or give --env vllm=FOLDER"):
+        python_of("vllm-bf16", {})
+    assert python_of("headway", {}) == sys.executable
+
+
+def test_llama_cpp_is_built_for_the_processor_but_amx(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor : 0\nflags : fpu avx avx2 fma f16c avx512f avx512_vnni amx_int8\n")
+    flags = llama_cpp_flags(path).split()
+    assert {"-DGGML_NATIVE=OFF", "-DGGML_AVX2=ON", "-DGGML_AVX512_VNNI=ON"} <= set(flags)
+    assert {"-DGGML_AVX_VNNI=OFF", "-DGGML_BMI2=OFF"} <= set(flags)
+    assert "AMX" not in "".join(flags)
 
 
 def test_prompts_of_a_round() -> None:
@@ -90,7 +101,7 @@ def test_prompts_of_a_round() -> None:
     assert plan.prompts_of(1, 0) == prompts[0::2]
     assert plan.prompts_of(4, 1) == prompts[1::2]
     assert plan.prompts_of(16, 1) == prompts * 2
-    assert len(plan.text) == peers.PREFILL_PROMPT
+    assert plan.text(20, 1) == [*range(1, 16), *range(5)]
 
 
 def test_same_tokens() -> None:

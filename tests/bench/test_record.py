@@ -23,7 +23,10 @@ def test_lines_of_the_engine() -> None:
         "model": "m",
         "dtype": "float32",
         "cases": [case],
-        "roofline": {"bounds": [{"memory_ms": 0.5, "compute_ms": 0.25}]},
+        "roofline": {
+            "bounds": [{"memory_ms": 0.5, "compute_ms": 0.25}],
+            "rates": {"read_bytes_per_second": 8.0, "multiply_adds_per_second": 9.0},
+        },
         "first_token_seconds": {"30": spread},
         "peak_bytes_over_imports": 7,
     }
@@ -43,7 +46,8 @@ def test_lines_of_the_engine() -> None:
     assert lines["roofline_memory_ms", ""]["p50"] == 0.5
     assert lines["first_token_seconds", ""]["num_prompt_tokens"] == 30
     assert lines["peak_bytes_over_imports", ""]["p50"] == 7
-    assert len(lines) == 9
+    assert lines["read_bytes_per_second", ""]["p50"] == 8.0
+    assert len(lines) == 11
 
 
 def test_lines_of_the_server_leave_requests_out() -> None:

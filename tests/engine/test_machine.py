@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headway.engine import machine
-from headway.engine.machine import free_host_bytes, usable_cores
+from headway.engine.machine import free_host_bytes, resident_bytes, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,12 @@ def test_cores_within_affinity_and_quota(
     monkeypatch.setattr(machine, "_CGROUP", tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
     assert usable_cores() == expected
+
+
+def test_resident_memory_and_its_peak() -> None:
+    before, peak = resident_bytes(), resident_bytes(peak=True)
+    assert 1 << 20 < before <= peak
+    held = bytearray(b"x" * (64 << 20))
+    assert resident_bytes() > before + (32 << 20)
+    del held
+    assert resident_bytes(peak=True) >= before + (32 << 20)

@@ -12,7 +12,7 @@ from talk import serve
 from headway.engine.config import EngineConfig
 from headway.engine.models.convert import convert_gguf
 from headway.engine.models.store import resolve
-from headway.engine.request import FinishReason, Request, StoppingParams
+from headway.engine.request import FinishReason, Request, SamplingParams, StoppingParams
 from headway.protos import text_generation_pb2 as pb
 from headway.server.assembly import ModelSettings, assemble, make_engine
 from headway.server.prompt import read_prompt
@@ -75,6 +75,7 @@ class Headway:
                     Request(
                         request_id=key,
                         prompt_ids=tuple(prompt),
+                        sampling=SamplingParams(temperature=0.0),
                         stopping=StoppingParams(max_new_tokens),
                         use_prefix_cache=False,
                     )

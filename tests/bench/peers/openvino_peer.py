@@ -9,6 +9,8 @@ import openvino
 import openvino_genai as genai
 from talk import serve
 
+CACHE_GIGABYTES = 1
+
 
 class OpenVino:
     """A pipeline; the limit is looked at between batches alone, since a batch cannot be stopped."""
@@ -18,8 +20,15 @@ class OpenVino:
         if not settings["gguf"]:
             raise RuntimeError("needs a GGUF file")
         self._stop_ids = settings["stop_ids"]
+        scheduler = genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False
+        scheduler.max_num_seqs = settings["max_streams"]
+        scheduler.cache_size = CACHE_GIGABYTES
         self._pipeline = genai.LLMPipeline(
-            settings["gguf"], "CPU", INFERENCE_NUM_THREADS=settings["num_threads"]
+            settings["gguf"],
+            "CPU",
+            scheduler_config=scheduler,
+            INFERENCE_NUM_THREADS=settings["num_threads"],
         )
 
     def generate(

@@ -10,7 +10,14 @@ from headway.engine.request import SpeculationStats
 from headway.engine.stats import StepRecord
 from headway.server.cli import main
 from headway.server.commands import bench
-from headway.server.engine_bench import Run, Spread, first_difference, read_prompts
+from headway.server.engine_bench import (
+    Prompt,
+    Run,
+    Spread,
+    first_difference,
+    pick,
+    read_prompts,
+)
 
 QUICK = ["--max-new-tokens=24", "--num-repeats=2", "--batch-sizes", "1", "3"]
 
@@ -49,6 +56,27 @@ def test_figures_agree_with_each_other(record: Any) -> None:
     assert off["num_new_tokens"] == suffix["num_new_tokens"]
 
 
+def test_steps_are_held_against_the_machine(record: Any) -> None:
+    roofline = record["roofline"]
+    assert len(roofline["bounds"]) == len(record["cases"])
+    for bound, case in zip(roofline["bounds"], record["cases"], strict=True):
+        least = max(bound["memory_ms"], bound["compute_ms"])
+        assert 0 < least < case["step_ms"]["step"]["p50"]
+        assert bound["num_bytes"] > roofline["work"]["weight_bytes"]
+        assert 1 <= case["sequences_per_step"] <= case["batch_size"]
+        assert 10 < case["context_per_sequence"] < 60
+    off, suffix = record["cases"][:2]
+    assert off["rows_per_step"] == off["sequences_per_step"] == 1.0
+    assert suffix["rows_per_step"] > 1.0
+
+
+def test_prompts_alone_and_memory_are_measured(record: Any) -> None:
+    first = record["first_token_seconds"]
+    assert list(first) == ["30", "511"]  # the tiny model's context ends at 512
+    assert 0 < first["30"]["p50"] < first["511"]["p50"]
+    assert record["peak_bytes_over_imports"] >= 0
+
+
 def test_outputs_that_differ_fail(
     tiny_flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +107,19 @@ def test_run_adds_up() -> None:
     run.speculation = {"a": SpeculationStats(num_steps=1, num_emitted=2)}
     assert run.num_new_tokens == 3
     assert run.decode_seconds == pytest.approx(1.6)
+
+
+def test_prompts_are_picked_evenly_or_repeated() -> None:
+    prompts = [Prompt(str(index), "x") for index in range(7)]
+    assert [prompt.prompt for prompt in pick(prompts, 3)] == ["0", "2", "4"]
+    assert [prompt.prompt for prompt in pick(prompts[:2], 5)] == ["0", "1", "0", "1", "0"]
+    assert pick(prompts, 7) == prompts
+
+
+def test_prompts_may_have_ids(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"id": 7, "prompt": "a", "category": "b"}')
+    assert read_prompts(path) == [Prompt("a", "b", 7)]
 
 
 def test_headways_own_prompts() -> None:
