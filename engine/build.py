@@ -84,7 +84,8 @@ def build_engine(
     """
     torch.set_num_threads(config.num_threads or usable_cores())
     num_blocks = _num_blocks(model, config)
-    cache = KVCache(model.config, num_blocks, config.block_size, model.dtype, model.device)
+    dtype = _cache_dtype(model, config)
+    cache = KVCache(model.config, num_blocks, config.block_size, dtype, model.device)
     engine = Engine(
         ModelRunner(model, _compiled(model, cache, config, team)),
         cache,
@@ -113,7 +114,7 @@ def _compiled(
 
 
 def _num_blocks(model: PreTrainedModel, config: EngineConfig) -> int:
-    one = block_bytes(model.config, config.block_size, model.dtype)
+    one = block_bytes(model.config, config.block_size, _cache_dtype(model, config))
     num_blocks = (config.kv_cache_bytes or _default_cache_bytes(model.device)) // one
     if config.kv_cache_bytes > (num_free := free_bytes(model.device)):
         raise ModelLoadError(
@@ -126,6 +127,12 @@ def _num_blocks(model: PreTrainedModel, config: EngineConfig) -> int:
             f"needed, {2 * one:,} bytes. Raise kv_cache_bytes or free memory"
         )
     return num_blocks
+
+
+def _cache_dtype(model: PreTrainedModel, config: EngineConfig) -> torch.dtype:
+    name = config.kv_cache_dtype
+    dtype: torch.dtype = model.dtype if name == "auto" else getattr(torch, name)
+    return dtype
 
 
 def _default_cache_bytes(device: torch.device) -> int:

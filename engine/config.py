@@ -8,6 +8,7 @@ from headway.kernels.ops import Activations
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "off"]
+CacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
 Quantize = Literal["none", "int8", "int4"]
 
 MAX_NODES = 64
@@ -22,7 +23,7 @@ class EngineConfig:
     """How the engine computes, how much it holds and how much it takes on."""
 
     dtype: Dtype = "auto"
-    """Type of weights, activations and cache; auto is float32 on a CPU and bfloat16 on a GPU."""
+    """Type of weights and activations; auto is float32 on a CPU and bfloat16 on a GPU."""
     quantize: Quantize = "none"
     """Round float weights to 8 or 4 bits, on CPUs alone; GGUF's quantised weights stay as they are."""
     activations: Activations = "int8"
@@ -43,6 +44,9 @@ class EngineConfig:
     """Tokens in one block of the KV cache."""
     kv_cache_bytes: int = 0
     """Memory for the KV cache; 0 takes a quarter of what is free, 4 GiB at most on a CPU."""
+    kv_cache_dtype: CacheDtype = "auto"
+    """Type of cached keys and values; int8, with a scale for each head of a token, holds 3 to 4 times
+    as many tokens as float32 and rounds them; auto is the model's own type."""
     max_context_tokens: int = 0
     """Longest prompt plus answer; 0 is the model's own limit."""
     max_batch_tokens: int = 512

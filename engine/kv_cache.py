@@ -12,7 +12,8 @@ class KVCache:
     """Keys and values of every layer, in blocks of `block_size` tokens.
 
     data: [layers, 2, slots, key-value heads, head size]; [:, 0] keys, [:, 1] values; slot =
-    block * block_size + offset.
+    block * block_size + offset. scales: [layers, 2, slots, key-value heads] float32 where data is
+    int8, else None; kernels/attention.py says how values are rounded.
     """
 
     def __init__(
@@ -26,26 +27,26 @@ class KVCache:
         layers, heads, head_size = _shape(config)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        shape = (layers, 2, num_blocks * block_size, heads)
         # Not zeroed: every slot is written before it is read, and untouched pages cost no memory.
-        self.data = torch.empty(
-            layers, 2, num_blocks * block_size, heads, head_size, dtype=dtype, device=device
-        )
-
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The key and the value cache of one layer, [slots, heads, head size] each."""
-        return self.data[index, 0], self.data[index, 1]
+        self.data = torch.empty(*shape, head_size, dtype=dtype, device=device)
+        self.scales = torch.empty(shape, device=device) if dtype == torch.int8 else None
 
     def move(self, moves: Seq[tuple[int, int]]) -> None:
         """Copy (source, target) slots in every layer; all are read before any is written."""
-        if moves:
-            slots = torch.tensor(moves, device=self.data.device)
-            move_kv(self.data, slots[:, 0], slots[:, 1])
+        if not moves:
+            return
+        sources, targets = torch.tensor(moves, device=self.data.device).T
+        move_kv(self.data, sources, targets)
+        if self.scales is not None:
+            move_kv(self.scales[..., None], sources, targets)
 
 
 def block_bytes(config: PretrainedConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+    """Bytes of one block over all layers, the scales of int8 included."""
     layers, heads, head_size = _shape(config)
-    return layers * 2 * block_size * heads * head_size * dtype.itemsize
+    head_bytes = head_size * dtype.itemsize + (torch.float32.itemsize if dtype == torch.int8 else 0)
+    return layers * 2 * block_size * heads * head_bytes
 
 
 def _shape(config: PretrainedConfig) -> tuple[int, int, int]:

@@ -77,18 +77,31 @@ def _attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Write one layer's keys and values to `slots` of the cache, then attend: [1, T, H, D].
 
     query: [1, H, T, D]; key, value: [1, G, T, D], rotated; cache: [layers, 2, N, G, D], keys then
-    values, mutated. The others as in kernels/attention.py.
+    values, mutated; scales: [layers, 2, N, G] float32 of an int8 cache, mutated. The others as in
+    kernels/attention.py.
     """
-    keys, values = cache[layer_index, 0], cache[layer_index, 1]
-    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, slots)
+    keys, values = cache[layer_index].unbind(0)
+    key_scales, value_scales = (None, None) if scales is None else scales[layer_index].unbind(0)
+    write_kv(
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        keys,
+        values,
+        slots,
+        key_scales=key_scales,
+        value_scales=value_scales,
+    )
     output = paged_attention(
         query[0].transpose(0, 1),
         keys,
         values,
+        key_scales=key_scales,
+        value_scales=value_scales,
         block_tables=block_tables,
         block_size=block_size,
         cu_lengths=cu_lengths,
@@ -131,7 +144,7 @@ _SCHEMAS = {
         "(Tensor query, Tensor key, Tensor value, Tensor(a!) cache, Tensor slots, "
         "Tensor block_tables, Tensor cu_lengths, Tensor context_lengths, Tensor span_lengths, "
         "Tensor positions, Tensor tree_masks, int layer_index, int block_size, float scale, "
-        "int? window=None, float? softcap=None) -> Tensor"
+        "int? window=None, float? softcap=None, Tensor(b!)? scales=None) -> Tensor"
     ),
 }
 _BODIES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {

@@ -51,6 +51,7 @@ def attention(
         scaling,
         sliding_window,
         softcap,
+        forward_input.cache.scales,
     )
     return output, None
 

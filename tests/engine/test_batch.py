@@ -1,5 +1,6 @@
 """build_input: the flat row of a step, by hand."""
 
+import pytest
 import torch
 
 from headway.engine.batch import Batch, Scheduled, Staging, build_input, slot_range
@@ -64,8 +65,28 @@ def test_cache_moves_and_sizes() -> None:
     assert kv.data.nbytes == 8 * block_bytes(tiny_config(), 4, torch.float32)
     kv.data[...] = torch.arange(32.0)[:, None, None]
     kv.move([(5, 4), (6, 5)])
-    assert kv.layer(1)[0][3:7, 1, 2].tolist() == [3, 5, 6, 6]
+    assert kv.data[1, 0, 3:7, 1, 2].tolist() == [3, 5, 6, 6]
     kv.move([])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_bytes"), [(torch.float32, 32), (torch.bfloat16, 16), (torch.int8, 8 + 4)]
+)
+def test_cache_memory_is_as_computed(dtype: torch.dtype, head_bytes: int) -> None:
+    kv = KVCache(tiny_config(), 8, 4, dtype, torch.device("cpu"))
+    num_bytes = kv.data.nbytes + (0 if kv.scales is None else kv.scales.nbytes)
+    assert num_bytes == 8 * block_bytes(tiny_config(), 4, dtype)
+    assert num_bytes == 2 * 2 * 32 * 2 * head_bytes  # layers, keys and values, slots, heads
+
+
+def test_scales_move_with_their_codes() -> None:
+    kv = KVCache(tiny_config(), 8, 4, torch.int8, torch.device("cpu"))
+    assert kv.scales is not None
+    kv.data[...] = torch.arange(32, dtype=torch.int8)[:, None, None]
+    kv.scales[...] = torch.arange(32.0)[:, None]
+    kv.move([(5, 4), (6, 5)])
+    assert kv.data[1, 1, 3:7, 1, 7].tolist() == [3, 5, 6, 6]
+    assert kv.scales[1, 1, 3:7, 1].tolist() == [3, 5, 6, 6]
 
 
 def test_staging_gives_the_same_input_step_after_step() -> None:
@@ -73,7 +94,10 @@ def test_staging_gives_the_same_input_step_after_step() -> None:
     staging, kv = Staging(torch.device("cpu")), cache()
     long = sequence(list(range(90)), 0, list(range(23)))
     batches = [
-        (Batch((Scheduled(sequence([5, 6, 7], 2, [3]), 1, 2),), ()), [DraftTree.chain(7, [8, 9])]),
+        (
+            Batch((Scheduled(sequence([5, 6, 7], 2, [3, 9]), 1, 2),), ()),
+            [DraftTree.chain(7, [8, 9])],
+        ),
         (Batch((), (Scheduled(long, 80, 0),)), []),
         (
             Batch((Scheduled(sequence([5, 6], 1, [3, 4]), 1, 0),), (Scheduled(long, 7, 0),)),

@@ -98,6 +98,18 @@ def test_cache_size(
         assert build._num_blocks(model, config) == num_blocks
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_blocks"), [("auto", 64), ("float32", 64), ("bfloat16", 128), ("int8", 204)]
+)
+def test_a_smaller_type_holds_more_blocks(dtype: str, num_blocks: int) -> None:
+    config = EngineConfig(
+        block_size=8,
+        kv_cache_bytes=64 * 4096,
+        kv_cache_dtype=dtype,  # type: ignore[arg-type]
+    )
+    assert build._num_blocks(tiny_model(head_dim=16), config) == num_blocks
+
+
 def test_a_cache_that_no_memory_can_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "free_bytes", lambda device: 999_999)
     with pytest.raises(ModelLoadError, match=r"kv_cache_bytes is 1,000,000, and 999,999 .* free"):

@@ -283,12 +283,38 @@ def test_compaction_equals_recomputing() -> None:
     engine.cache.move(engine._moves(batch, [Accepted(path, (11, 14, 16, 1))]))
     again = _prepared(engine, (*tokens, 11, 14, 16), 22)
     for layer in range(2):
-        for ours, theirs in zip(engine.cache.layer(layer), engine.cache.layer(layer), strict=True):
+        for ours, theirs in zip(engine.cache.data[layer], engine.cache.data[layer], strict=True):
             slots = [
                 [run.block_table[i // 4] * 4 + i % 4 for i in range(22)]
                 for run in (sequence, again)
             ]
             torch.testing.assert_close(ours[slots[0]], theirs[slots[1]], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.02), ("int8", 0.05)])
+def test_a_small_cache_changes_logprobs_little(dtype: str, tolerance: float) -> None:
+    ids = prompt(40)
+    exact, rounded = (
+        run(tiny_engine(None, config), [request("x", ids, 0, num_prompt_logprobs=0)])["x"]
+        for config in (SMALL, replace(SMALL, kv_cache_dtype=dtype))  # type: ignore[arg-type]
+    )
+    pairs = zip(exact.prompt_logprobs, rounded.prompt_logprobs, strict=True)
+    errors = [abs(one.logprob - other.logprob) for one, other in pairs]
+    assert 0 < sum(errors) / len(errors) < tolerance
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_drafts_change_nothing_with_a_small_cache(dtype: str) -> None:
+    """Moving an accepted path moves its scales; a prompt is computed whole, in chunks, after a hit."""
+    config = replace(SMALL, kv_cache_dtype=dtype)  # type: ignore[arg-type]
+    alone: dict[str, Answer] = {}
+    for each in mixed_requests():
+        alone |= run(tiny_engine(None, config), [each])
+    drafter = scripted(alone, 0.9)
+    engine = tiny_engine(drafter, replace(config, max_chunk_tokens=7))
+    assert_same(run(engine, mixed_requests(), join_every=3), alone)
+    assert engine.counters.spec_accepted_tokens > 40
+    assert engine.snapshot().info.cache_dtype == dtype
 
 
 @pytest.mark.parametrize("law", ["greedy", "t1"])
