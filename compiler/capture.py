@@ -149,6 +149,9 @@ _Maker = Callable[..., Any]
 
 _IGNORED = {"aten._assert_tensor_metadata", "aten.sym_size.int", "aten._assert_scalar"}
 
+_ATTENTION_TENSORS = 11
+"""What headway::attention takes before its numbers: query to tree_masks."""
+
 _PARTS = {"aten.chunk", "aten.split.Tensor", "aten.split_with_sizes", "aten.unbind.int"}
 """Operations that make several values, each of them a slice."""
 
@@ -376,18 +379,19 @@ def _rms_norm(
     return importer.emit("rms_norm", each, [x, weight], epsilon=epsilon)
 
 
-def _attention(
-    importer: _Importer,
-    each: fx.Node,
-    *arguments: Any,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Node:
-    tensors = [argument for argument in arguments if isinstance(argument, fx.Node)]
-    numbers = arguments[len(tensors) :]
-    names = ("layer", "block_size", "scale", "window", "softcap")
-    described = {"window": window, "softcap": softcap} | dict(zip(names, numbers, strict=False))
-    return importer.emit("attention", each, tensors, **described)
+def _attention(importer: _Importer, each: fx.Node, *arguments: Any) -> Node:
+    tensors, numbers = arguments[:_ATTENTION_TENSORS], list(arguments[_ATTENTION_TENSORS:])
+    layer, block_size, scale, window, softcap, scales = numbers + [None] * (6 - len(numbers))
+    return importer.emit(
+        "attention",
+        each,
+        [*tensors, *([] if scales is None else [scales])],
+        layer=layer,
+        block_size=block_size,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
 
 
 _SUBTRACT = _binary("sub")

@@ -72,4 +72,5 @@ def allocate(num_bytes: int) -> torch.Tensor:
 
 def _num_bytes(buffer: Buffer, max_sizes: Mapping[str, int]) -> int:
     rows = max_sizes[buffer.rows] if isinstance(buffer.rows, str) else buffer.rows
-    return -(-rows * buffer.row_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    num_bytes = -(-rows // buffer.group) * buffer.group * buffer.row_bytes
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -20,6 +20,8 @@ class Buffer:
     name: str
     row_bytes: int
     rows: Dim = 1
+    group: int = 1
+    """Rows that are written together: their number is rounded up to a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 Knows how ForwardInput becomes the program's inputs; the compiler knows how to make the program.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class _Pass(torch.nn.Module):
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         tensors = {name: inputs[name] for name in _OPEN_SIZES}
-        cache: Any = _CacheView(inputs["cache"], self._block_size)
+        cache: Any = _CacheView(inputs["cache"], inputs.get("scales"), self._block_size)
         hidden = self._decoder(
             input_ids=inputs["token_ids"][None],
             position_ids=inputs["positions"][None],
@@ -53,8 +52,9 @@ class _Pass(torch.nn.Module):
 class _CacheView:
     """As much of a KVCache as attention reads while it is traced."""
 
-    def __init__(self, data: torch.Tensor, block_size: int) -> None:
+    def __init__(self, data: torch.Tensor, scales: torch.Tensor | None, block_size: int) -> None:
         self.data = data
+        self.scales = scales
         self.block_size = block_size
 
 
@@ -65,9 +65,12 @@ class CompiledStep:
         self, model: PreTrainedModel, cache: KVCache, config: EngineConfig, team: Team
     ) -> None:
         """Capture and compile. Raises compiler.graph.Unsupported if the model cannot be."""
-        graph = capture(_Pass(model, cache), _example(cache.data), _OPEN_SIZES)
+        bound = {"cache": cache.data}
+        if cache.scales is not None:
+            bound["scales"] = cache.scales
+        graph = capture(_Pass(model, cache), _example() | bound, _OPEN_SIZES)
         max_sizes = {"T": config.max_batch_tokens, "R": config.max_batch_tokens}
-        self._program = compile_graph(graph, {"cache": cache.data}, max_sizes, team)
+        self._program = compile_graph(graph, bound, max_sizes, team)
         rounds = any(node["int8"] for node in graph.nodes)
         # Rounding to int8 can fall to the other side of a half by the last bit of a sum.
         self.max_difference = 0.2 if rounds else 1e-2
@@ -96,7 +99,7 @@ class CompiledStep:
         )
 
 
-def _example(cache: torch.Tensor) -> Mapping[str, torch.Tensor]:
+def _example() -> dict[str, torch.Tensor]:
     """Inputs to trace with: shapes matter, values do not. Open sizes are apart from one another."""
     rows = {name: torch.zeros(7, dtype=torch.int64) for name in ("token_ids", "positions", "slots")}
     return {
@@ -107,5 +110,4 @@ def _example(cache: torch.Tensor) -> Mapping[str, torch.Tensor]:
         "span_lengths": torch.zeros(3, dtype=torch.int32),
         "block_tables": torch.zeros(3, 5, dtype=torch.int32),
         "logit_rows": torch.zeros(6, dtype=torch.int64),
-        "cache": cache,
     }

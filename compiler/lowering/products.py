@@ -2,27 +2,41 @@
 
 import torch
 
-from headway.compiler.graph import Unsupported
+from headway.compiler.graph import Dim, Unsupported
 from headway.compiler.lowering.emitter import Emitter, Rows, size
 from headway.compiler.placement import Operand, Step
 from headway.compiler.program import Open, Output, Place, Word
-from headway.kernels.linear import ACTIVATION_NUMBERS, output_head_scratch_bytes, row_bytes
+from headway.kernels.linear import (
+    ACTIVATION_NUMBERS,
+    ROW_GROUP,
+    output_head_scratch_bytes,
+    quantised_rows_bytes,
+)
 from headway.kernels.packed import FORMATS
 
 
 def quantise_rows(emitter: Emitter, step: Step) -> None:
     """Rows of int8 codes with their scales, in a layout of their own."""
     x = _rows(emitter, step.inputs[0])
+    _quantise(emitter, step.inputs[0], None, x.num_rows, step.output.buffer)
+
+
+def _quantise(
+    emitter: Emitter, rows: Operand, index: Operand | None, num_rows: Dim, name: str
+) -> Place:
+    x = _rows(emitter, rows)
+    row_bytes = quantised_rows_bytes(ROW_GROUP, x.width) // ROW_GROUP
+    out = emitter.scratch(name, row_bytes, num_rows, ROW_GROUP)
     emitter.call(
         "quantise_rows",
-        x=emitter.address(step.inputs[0]),
+        x=emitter.address(rows),
         x_stride=x.stride,
-        index=None,
-        num_rows=size(x.num_rows),
+        index=None if index is None else emitter.address(index),
+        num_rows=size(num_rows),
         num_inputs=x.width,
-        out=emitter.scratch(step.output.buffer, row_bytes(x.width), x.num_rows),
-        out_stride=row_bytes(x.width),
+        out=out,
     )
+    return out
 
 
 def linear(emitter: Emitter, step: Step) -> None:
@@ -64,30 +78,19 @@ def output_head(emitter: Emitter, step: Step) -> None:
     """Scores of chosen rows: the best of each, and all of them where the caller gives room."""
     hidden, chosen, weight_name, *bias = step.inputs
     weight = emitter.weight(weight_name)
-    x = _rows(emitter, hidden)
     rows = step.output.shape[0]
     name = step.output.buffer
     product = _product(emitter, hidden, weight_name, None)
     scratch_bytes = output_head_scratch_bytes(1, weight.num_outputs, 1, emitter.num_threads)
-    index: Word = emitter.address(chosen)
+    index: Operand | None = chosen
     if step.node["int8"]:
-        codes = emitter.scratch(f"{name}.int8", row_bytes(x.width), rows)
-        emitter.call(
-            "quantise_rows",
-            x=product["x"],
-            x_stride=x.stride,
-            index=index,
-            num_rows=size(rows),
-            num_inputs=x.width,
-            out=codes,
-            out_stride=row_bytes(x.width),
-        )
+        codes = _quantise(emitter, hidden, chosen, rows, f"{name}.int8")
+        product |= {"x": codes, "x_stride": 0, "quantised": 1}
         index = None
-        product |= {"x": codes, "x_stride": row_bytes(x.width), "quantised": 1}
     emitter.call(
         "output_head",
         **(product | {"num_rows": size(rows)}),
-        index=index,
+        index=None if index is None else emitter.address(index),
         bias=emitter.address(bias[0]) if bias else None,
         softcap=step.node["softcap"] or 0.0,
         logits=Open("logits"),
@@ -133,10 +136,9 @@ def _product(
 ) -> dict[str, Word]:
     """The arguments that every product begins with."""
     weight, rows = emitter.weight(weight_name), _rows(emitter, x)
-    stride = row_bytes(weight.num_inputs) if int8 else rows.stride
     return {
         "x": emitter.address(x),
-        "x_stride": stride,
+        "x_stride": 0 if int8 else rows.stride,
         "num_rows": size(rows.num_rows),
         "quantised": int(bool(int8)),
         "weight": weight.data,

@@ -1,10 +1,15 @@
 """Rules for norms, rotations and attention."""
 
+import torch
+
 from headway.compiler.graph import Unsupported
 from headway.compiler.lowering.emitter import Emitter, Rows, size
 from headway.compiler.placement import Operand, Step
 from headway.compiler.program import Open, Word
 from headway.kernels.attention import CACHE_TYPES, attention_scratch_bytes
+
+_NUM_TABLES = 7
+"""Inputs of attention that say where its rows and keys are: slots to tree masks."""
 
 
 def rms_norm(emitter: Emitter, step: Step) -> None:
@@ -53,7 +58,8 @@ def rope(emitter: Emitter, step: Step) -> None:
 def attention(emitter: Emitter, step: Step) -> None:
     """Store this layer's keys and values, then attend to the cache."""
     query, key, value, cache_name, *tables = step.inputs
-    cache = _layer(emitter, step, cache_name)
+    scales = tables.pop() if len(tables) > _NUM_TABLES else None
+    cache = _layer(emitter, step, cache_name, scales)
     q, k, v, out = (Rows.of(emitter.access(each)) for each in (query, key, value, step.output))
     slots, block_tables, cu_lengths, context_lengths, span_lengths, positions, masks = (
         emitter.address(each) for each in tables
@@ -102,17 +108,26 @@ def attention(emitter: Emitter, step: Step) -> None:
     )
 
 
-def _layer(emitter: Emitter, step: Step, name: Operand) -> dict[str, Word]:
+def _layer(
+    emitter: Emitter, step: Step, cache_name: Operand, scales_name: Operand | None
+) -> dict[str, Word]:
     """The arguments that describe one layer of the cache."""
-    cache = emitter.bound.get(name) if isinstance(name, str) else None
-    if cache is None:
-        raise Unsupported("attention to a cache that is another one in each step")
-    keys, values = cache[step.node["layer"]]
+    layer: int = step.node["layer"]
+    cache = _bound(emitter, cache_name)
+    keys, values = cache[layer]
+    scales = None if scales_name is None else _bound(emitter, scales_name)[layer]
     return {
         "key_cache": keys,
         "value_cache": values,
-        "key_scales": None,
-        "value_scales": None,
+        "key_scales": None if scales is None else scales[0],
+        "value_scales": None if scales is None else scales[1],
         "cache_type": CACHE_TYPES[cache.dtype],
         "slot_stride": keys.stride(0),
     }
+
+
+def _bound(emitter: Emitter, name: Operand) -> torch.Tensor:
+    tensor = emitter.bound.get(name) if isinstance(name, str) else None
+    if tensor is None:
+        raise Unsupported("attention to a cache that is another one in each step")
+    return tensor
