@@ -77,13 +77,14 @@ class _Importer:
         return Graph(self.inputs, self.constants, tuple(self.nodes), outputs).with_nodes(self.nodes)
 
     def _placeholder(self, each: fx.Node) -> None:
-        self.values[each] = name = self.names.get(each.name, each.name)
         signature = self.program.graph_signature
         target = (
             signature.inputs_to_parameters.get(each.name)
             or signature.inputs_to_buffers.get(each.name)
             or signature.inputs_to_lifted_tensor_constants.get(each.name)
         )
+        # Constants go by the names that the module gives them.
+        self.values[each] = name = target or self.names.get(each.name, each.name)
         if target is not None:
             value = self.program.state_dict.get(target, self.program.constants.get(target))
             assert isinstance(value, torch.Tensor)

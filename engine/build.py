@@ -15,6 +15,7 @@ from headway.engine.engine import Engine
 from headway.engine.errors import ModelLoadError
 from headway.engine.kv_cache import KVCache, block_bytes
 from headway.engine.machine import free_bytes, usable_cores
+from headway.engine.models.packed_modules import use_team
 from headway.engine.runner import ModelRunner
 from headway.engine.stats import StepRecord
 from headway.engine.tree import Drafter
@@ -86,6 +87,7 @@ def build_engine(
     num_blocks = _num_blocks(model, config)
     dtype = _cache_dtype(model, config)
     cache = KVCache(model.config, num_blocks, config.block_size, dtype, model.device)
+    use_team(model, team)
     engine = Engine(
         ModelRunner(model, _compiled(model, cache, config, team)),
         cache,

@@ -3,18 +3,33 @@
 Knows how ForwardInput becomes the program's inputs; the compiler knows how to make the program.
 """
 
+import hashlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
+from headway.compiler import capture as capture_module
 from headway.compiler.capture import capture
+from headway.compiler.graph import Graph
+from headway.compiler.graph_file import load_graph, save_graph
 from headway.compiler.step import compile_graph
 from headway.engine.batch import ForwardInput, ForwardOutput
 from headway.engine.config import EngineConfig
 from headway.engine.kv_cache import KVCache
+from headway.engine.models import attention
 from headway.engine.runner import output_projection
+from headway.kernels.cache import cache_folder
 from headway.kernels.cpu.library import Team
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = (__file__, capture_module.__file__, attention.__file__)
+"""The code that a graph in the cache depends on."""
 
 _OPEN_SIZES = {
     **{name: {0: "T"} for name in ("token_ids", "positions", "slots", "tree_masks")},
@@ -35,11 +50,11 @@ class _Pass(torch.nn.Module):
         self.model = model
         self._decoder = untyped.get_decoder()
         self._project = output_projection(model)
-        self._block_size = cache.block_size
+        self.block_size = cache.block_size
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         tensors = {name: inputs[name] for name in _OPEN_SIZES}
-        cache: Any = _CacheView(inputs["cache"], inputs.get("scales"), self._block_size)
+        cache: Any = _CacheView(inputs["cache"], inputs.get("scales"), self.block_size)
         hidden = self._decoder(
             input_ids=inputs["token_ids"][None],
             position_ids=inputs["positions"][None],
@@ -68,7 +83,7 @@ class CompiledStep:
         bound = {"cache": cache.data}
         if cache.scales is not None:
             bound["scales"] = cache.scales
-        graph = capture(_Pass(model, cache), _example() | bound, _OPEN_SIZES)
+        graph = _graph(_Pass(model, cache), _example() | bound)
         max_sizes = {"T": config.max_batch_tokens, "R": config.max_batch_tokens}
         self._program = compile_graph(graph, bound, max_sizes, team)
         rounds = any(node["int8"] for node in graph.nodes)
@@ -111,3 +126,40 @@ def _example() -> dict[str, torch.Tensor]:
         "block_tables": torch.zeros(3, 5, dtype=torch.int32),
         "logit_rows": torch.zeros(6, dtype=torch.int64),
     }
+
+
+def _graph(module: _Pass, example: Mapping[str, torch.Tensor]) -> Graph:
+    """What the module computes, from the cache if it was traced before."""
+    tensors: dict[str, torch.Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    tensors |= dict(module.named_parameters(remove_duplicate=False))
+    path = cache_folder() / "graphs" / f"{_key(module, example, tensors)}.json"
+    try:
+        return load_graph(path, tensors)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("the graph in %s cannot be read and is traced anew: %s", path, error)
+    graph = capture(module, example, _OPEN_SIZES)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_graph(graph, tensors, path)
+    except (OSError, ValueError) as error:
+        logger.info("the model is traced at each start, because %s", error)
+    return graph
+
+
+def _key(
+    module: _Pass, example: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> str:
+    """A name for everything that the graph depends on."""
+    named = {**example, **tensors}
+    parts = [
+        torch.__version__,
+        transformers.__version__,
+        module.model.config.to_json_string(use_diff=False),
+        *(f"{name} {tuple(each.shape)} {each.dtype}" for name, each in named.items()),
+        *(f"{name} {each}" for name, each in module.named_modules() if not any(each.children())),
+        str(module.block_size),
+        *(Path(source).read_text() for source in _SOURCES),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from headway.kernels.cpu.library import Team
+from headway.kernels.linear import QuantisedRows, quantise_rows
+from headway.kernels.linear import linear as native_linear
 from headway.kernels.ops import Activations, embedding, linear
-from headway.kernels.packed import PackedWeight
+from headway.kernels.packed import FORMATS, PackedWeight
 
 
 class PackedLinear(nn.Module):
@@ -26,6 +29,8 @@ class PackedLinear(nn.Module):
         self.in_features = weight.num_inputs
         self.out_features = weight.num_outputs
         self.activations = activations
+        self.team: Team | None = None
+        """Threads for the native product; without them, and while a graph is captured, the operator."""
         self.register_buffer("data", weight.data)
         self.register_buffer("bias", bias)
 
@@ -36,6 +41,8 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., inputs] -> [..., outputs], of x's dtype."""
+        if self.team is not None and not torch.compiler.is_exporting():
+            return self._native(x, self.team)
         return linear(
             x,
             self.data,
@@ -45,6 +52,14 @@ class PackedLinear(nn.Module):
             self.bias,
             self.activations,
         )
+
+    def _native(self, x: torch.Tensor, team: Team) -> torch.Tensor:
+        rows: torch.Tensor | QuantisedRows = x.reshape(-1, self.in_features).float().contiguous()
+        if self.activations == "int8" and FORMATS[self.format].scale_bytes:
+            assert isinstance(rows, torch.Tensor)
+            rows = quantise_rows(rows, team=team)
+        y = native_linear(rows, self.weight, bias=self.bias, team=team)
+        return y.view(*x.shape[:-1], self.out_features).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Say what print() shows."""
@@ -81,6 +96,13 @@ class PackedEmbedding(nn.Module):
     def extra_repr(self) -> str:
         """Say what print() shows."""
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.format}"
+
+
+def use_team(model: nn.Module, team: Team | None) -> None:
+    """Have every packed product of a model computed by the native kernels."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            module.team = team
 
 
 def embedding_scale(module: nn.Embedding) -> float | None:
