@@ -16,6 +16,10 @@ from headway.compiler.graph import Constant, Dim, Graph, Node, TensorType, Unsup
 from headway.kernels.packed import FORMATS, FormatName, PackedWeight
 
 
+MODULE_PREFIX = "self."
+"""Before the names of constants, which are those that the module gives to its tensors."""
+
+
 def capture(
     module: torch.nn.Module,
     inputs: Mapping[str, torch.Tensor],
@@ -83,8 +87,8 @@ class _Importer:
             or signature.inputs_to_buffers.get(each.name)
             or signature.inputs_to_lifted_tensor_constants.get(each.name)
         )
-        # Constants go by the names that the module gives them.
-        self.values[each] = name = target or self.names.get(each.name, each.name)
+        name = self.names[each.name] if target is None else f"{MODULE_PREFIX}{target}"
+        self.values[each] = name
         if target is not None:
             value = self.program.state_dict.get(target, self.program.constants.get(target))
             assert isinstance(value, torch.Tensor)

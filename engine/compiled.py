@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from headway.compiler import capture as capture_module
-from headway.compiler.capture import capture
+from headway.compiler.capture import MODULE_PREFIX, capture
 from headway.compiler.graph import Graph
 from headway.compiler.graph_file import load_graph, save_graph
 from headway.compiler.step import compile_graph
@@ -130,8 +130,11 @@ def _example() -> dict[str, torch.Tensor]:
 
 def _graph(module: _Pass, example: Mapping[str, torch.Tensor]) -> Graph:
     """What the module computes, from the cache if it was traced before."""
-    tensors: dict[str, torch.Tensor] = dict(module.named_buffers(remove_duplicate=False))
-    tensors |= dict(module.named_parameters(remove_duplicate=False))
+    named = [
+        *module.named_buffers(remove_duplicate=False),
+        *module.named_parameters(remove_duplicate=False),
+    ]
+    tensors: dict[str, torch.Tensor] = {f"{MODULE_PREFIX}{name}": each for name, each in named}
     path = cache_folder() / "graphs" / f"{_key(module, example, tensors)}.json"
     try:
         return load_graph(path, tensors)
