@@ -72,4 +72,5 @@ def allocate(num_bytes: int) -> torch.Tensor:
 
 def _num_bytes(buffer: Buffer, max_sizes: Mapping[str, int]) -> int:
     rows = max_sizes[buffer.rows] if isinstance(buffer.rows, str) else buffer.rows
+    rows = -(-rows // buffer.row_group) * buffer.row_group
     return -(-rows * buffer.row_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

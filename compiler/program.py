@@ -20,6 +20,8 @@ class Buffer:
     name: str
     row_bytes: int
     rows: Dim = 1
+    row_group: int = 1
+    """Rows are rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)

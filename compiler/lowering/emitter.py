@@ -63,9 +63,9 @@ class Emitter:
         """Add a call; arguments are the fields of the kernel."""
         self.calls.append(Call(kernel, arguments))
 
-    def scratch(self, name: str, row_bytes: int, rows: Dim = 1) -> Place:
+    def scratch(self, name: str, row_bytes: int, rows: Dim = 1, *, row_group: int = 1) -> Place:
         """Memory of another size than its value's shape says, or beside any value."""
-        self.buffers[name] = Buffer(name, row_bytes, rows)
+        self.buffers[name] = Buffer(name, row_bytes, rows, row_group)
         return Place(name)
 
     def access(self, operand: Operand) -> Access:

@@ -2,11 +2,16 @@
 
 import torch
 
-from headway.compiler.graph import Unsupported
+from headway.compiler.graph import Dim, Unsupported
 from headway.compiler.lowering.emitter import Emitter, Rows, size
 from headway.compiler.placement import Operand, Step
 from headway.compiler.program import Open, Output, Place, Word
-from headway.kernels.linear import ACTIVATION_NUMBERS, output_head_scratch_bytes, row_bytes
+from headway.kernels.linear import (
+    ACTIVATION_NUMBERS,
+    ROW_GROUP,
+    output_head_scratch_bytes,
+    row_bytes,
+)
 from headway.kernels.packed import FORMATS
 
 
@@ -20,8 +25,7 @@ def quantise_rows(emitter: Emitter, step: Step) -> None:
         index=None,
         num_rows=size(x.num_rows),
         num_inputs=x.width,
-        out=emitter.scratch(step.output.buffer, row_bytes(x.width), x.num_rows),
-        out_stride=row_bytes(x.width),
+        out=_codes(emitter, step.output.buffer, x.width, x.num_rows),
     )
 
 
@@ -71,7 +75,7 @@ def output_head(emitter: Emitter, step: Step) -> None:
     scratch_bytes = output_head_scratch_bytes(1, weight.num_outputs, 1, emitter.num_threads)
     index: Word = emitter.address(chosen)
     if step.node["int8"]:
-        codes = emitter.scratch(f"{name}.int8", row_bytes(x.width), rows)
+        codes = _codes(emitter, f"{name}.int8", x.width, rows)
         emitter.call(
             "quantise_rows",
             x=product["x"],
@@ -80,10 +84,9 @@ def output_head(emitter: Emitter, step: Step) -> None:
             num_rows=size(rows),
             num_inputs=x.width,
             out=codes,
-            out_stride=row_bytes(x.width),
         )
         index = None
-        product |= {"x": codes, "x_stride": row_bytes(x.width), "quantised": 1}
+        product |= {"x": codes, "x_stride": 0, "quantised": 1}
     emitter.call(
         "output_head",
         **(product | {"num_rows": size(rows)}),
@@ -133,10 +136,9 @@ def _product(
 ) -> dict[str, Word]:
     """The arguments that every product begins with."""
     weight, rows = emitter.weight(weight_name), _rows(emitter, x)
-    stride = row_bytes(weight.num_inputs) if int8 else rows.stride
     return {
         "x": emitter.address(x),
-        "x_stride": stride,
+        "x_stride": 0 if int8 else rows.stride,
         "num_rows": size(rows.num_rows),
         "quantised": int(bool(int8)),
         "weight": weight.data,
@@ -144,6 +146,11 @@ def _product(
         "num_outputs": weight.num_outputs,
         "num_inputs": weight.num_inputs,
     }
+
+
+def _codes(emitter: Emitter, name: str, num_inputs: int, num_rows: Dim) -> Place:
+    """Memory for quantised rows, which come in groups."""
+    return emitter.scratch(name, row_bytes(num_inputs), num_rows, row_group=ROW_GROUP)
 
 
 def _rows(emitter: Emitter, operand: Operand) -> Rows:
