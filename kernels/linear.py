@@ -33,6 +33,7 @@ from typing import Literal
 import torch
 
 from headway.kernels.cpu.library import Team
+from headway.kernels.pack import unpack_rows
 from headway.kernels.packed import FORMATS, LANES, PackedWeight
 from headway.kernels.reference import linear as reference
 
@@ -80,9 +81,9 @@ class HeadOutput:
     """[R] float32: log of the sum of exp(logit)."""
 
 
-def quantised_rows_bytes(num_rows: int, num_inputs: int) -> int:
-    """Bytes that quantise_rows writes."""
-    return -(-num_rows // ROW_GROUP) * -(-num_inputs // ROW_BLOCK) * ROW_BLOCK_BYTES
+def row_bytes(num_inputs: int) -> int:
+    """Bytes of one quantised row; memory is needed for whole groups of rows."""
+    return -(-num_inputs // ROW_BLOCK) * ROW_BLOCK_BYTES // ROW_GROUP
 
 
 def output_head_scratch_bytes(
@@ -106,8 +107,8 @@ def quantise_rows(
     if team is None:
         data = reference.quantise_rows(x if index is None else x[index])
         return QuantisedRows(num_rows, num_inputs, data)
-    num_bytes = quantised_rows_bytes(num_rows, num_inputs)
-    data = torch.empty(num_bytes, dtype=torch.uint8)
+    shape = (-(-num_rows // ROW_GROUP), -(-num_inputs // ROW_BLOCK), ROW_BLOCK_BYTES)
+    data = torch.empty(shape, dtype=torch.uint8)
     team.call(
         "quantise_rows",
         x=x,
@@ -117,8 +118,7 @@ def quantise_rows(
         num_inputs=num_inputs,
         out=data,
     )
-    shape = (-(-num_rows // ROW_GROUP), -(-num_inputs // ROW_BLOCK), ROW_BLOCK_BYTES)
-    return QuantisedRows(num_rows, num_inputs, data.view(shape))
+    return QuantisedRows(num_rows, num_inputs, data)
 
 
 def linear(
@@ -234,7 +234,7 @@ def embedding(
             f"{weight.num_outputs - 1}"
         )
     if team is None:
-        return reference.values(weight)[ids] * scale
+        return unpack_rows(weight, ids) * scale
     out = torch.empty(len(ids), weight.num_inputs)
     team.call(
         "embedding",

@@ -30,46 +30,99 @@ void expand_block(const uint8_t* block, float* to) {
     }
 }
 
-// sums += rows[first .. first + count] times `count` inputs of 16 outputs.
-template <int kRows>
-HEADWAY_INLINE inline void add_inputs(const float* const (&rows)[kRows], int64_t first, const float* weights,
-                       int64_t count, Floats (&sums)[kRows]) {
+// Registers hold the sums of so many rows, and of two panels where they are many.
+#if defined(__AVX512F__)
+constexpr int kMostFloatRows = 8, kMostFloatPanels = 2;
+#else
+constexpr int kMostFloatRows = 6, kMostFloatPanels = 1;
+#endif
+
+template <int kRows, int kPanels>
+struct FloatSums {
+    Floats at[kRows][kPanels];
+};
+
+// sums += inputs first .. first + count of the rows times `count` inputs of each panel.
+template <int kRows, int kPanels>
+HEADWAY_INLINE inline void add_inputs(const float* const (&rows)[kRows], int64_t first,
+                                      const float* const (&weights)[kPanels], int64_t count,
+                                      FloatSums<kRows, kPanels>& sums) {
     for (int64_t k = 0; k < count; ++k) {
-        Floats weight = load(weights + kLanes * k);
+        Floats weight[kPanels];
+        unrolled<kPanels>(
+            [&](auto p) HEADWAY_INLINE { weight[p] = load(weights[p] + kLanes * k); });
         unrolled<kRows>([&](auto r) HEADWAY_INLINE {
-            sums[r] = fma(splat(rows[r][first + k]), weight, sums[r]);
+            Floats x = splat(rows[r][first + k]);
+            unrolled<kPanels>([&](auto p) HEADWAY_INLINE {
+                sums.at[r][p] = fma(x, weight[p], sums.at[r][p]);
+            });
         });
     }
 }
 
-template <int kFormat, int kRows>
-void float_rows(const Product& product, const uint8_t* panel, int64_t first_row, float* out) {
+// The same for bf16 weights, which lie in pairs of inputs; after the last there may be padding.
+template <int kRows, int kPanels>
+HEADWAY_INLINE inline void add_pairs(const float* const (&rows)[kRows], int64_t num_inputs,
+                                     const uint8_t* panel, int64_t panel_bytes,
+                                     FloatSums<kRows, kPanels>& sums) {
+    Ints second_half = splat(static_cast<int32_t>(0xffff0000));
+    for (int64_t k = 0; k < num_inputs; k += 2, panel += 4 * kLanes) {
+        Floats first[kPanels], second[kPanels];
+        unrolled<kPanels>([&](auto p) HEADWAY_INLINE {
+            Ints pair = load(reinterpret_cast<const int32_t*>(panel + p * panel_bytes));
+            first[p] = floats_of_bits(shift_left<16>(pair));
+            second[p] = floats_of_bits(pair & second_half);
+        });
+        unrolled<kRows>([&](auto r) HEADWAY_INLINE {
+            Floats x = splat(rows[r][k]);
+            unrolled<kPanels>([&](auto p) HEADWAY_INLINE {
+                sums.at[r][p] = fma(x, first[p], sums.at[r][p]);
+            });
+        });
+        if (k + 1 == num_inputs) break;
+        unrolled<kRows>([&](auto r) HEADWAY_INLINE {
+            Floats x = splat(rows[r][k + 1]);
+            unrolled<kPanels>([&](auto p) HEADWAY_INLINE {
+                sums.at[r][p] = fma(x, second[p], sums.at[r][p]);
+            });
+        });
+    }
+}
+
+// out[p][r][lane], where panels are `panel_bytes` and their sums kRowChunk rows apart.
+template <int kFormat, int kRows, int kPanels>
+void float_rows(const Product& product, const uint8_t* panel, int64_t panel_bytes,
+                int64_t first_row, float* out) {
     static constexpr Format kForm = kFormats[kFormat];
     const float* rows[kRows];
-    Floats sums[kRows];
+    FloatSums<kRows, kPanels> sums;
     unrolled<kRows>([&](auto r) HEADWAY_INLINE {
         rows[r] = product.float_row(first_row + r);
-        sums[r] = zeros();
+        unrolled<kPanels>([&](auto p) HEADWAY_INLINE { sums.at[r][p] = zeros(); });
     });
+    [[maybe_unused]] const float* weights[kPanels];
     if constexpr (kFormat == kF32) {
-        add_inputs<kRows>(rows, 0, reinterpret_cast<const float*>(panel), product.num_inputs, sums);
+        unrolled<kPanels>([&](auto p) HEADWAY_INLINE {
+            weights[p] = reinterpret_cast<const float*>(panel + p * panel_bytes);
+        });
+        add_inputs<kRows, kPanels>(rows, 0, weights, product.num_inputs, sums);
     } else if constexpr (kFormat == kBf16) {
-        for (int64_t k = 0; k < product.num_inputs; k += 2, panel += kForm.block_bytes()) {
-            Ints pair = load(reinterpret_cast<const int32_t*>(panel));
-            float weights[2 * kLanes];
-            store(weights, floats_of_bits(shift_left<16>(pair)));
-            store(weights + kLanes, floats_of_bits(pair & splat(static_cast<int32_t>(0xffff0000))));
-            add_inputs<kRows>(rows, k, weights, std::min<int64_t>(2, product.num_inputs - k), sums);
-        }
+        add_pairs<kRows, kPanels>(rows, product.num_inputs, panel, panel_bytes, sums);
     } else {
-        alignas(64) float weights[kForm.block * kLanes];
+        alignas(64) float values[kPanels][kForm.block * kLanes];
+        unrolled<kPanels>([&](auto p) HEADWAY_INLINE { weights[p] = values[p]; });
         for (int64_t k = 0; k < product.num_inputs; k += kForm.block, panel += kForm.block_bytes()) {
-            expand_block<kFormat>(panel, weights);
+            for (int p = 0; p < kPanels; ++p)
+                expand_block<kFormat>(panel + p * panel_bytes, values[p]);
             int64_t count = std::min<int64_t>(kForm.block, product.num_inputs - k);
-            add_inputs<kRows>(rows, k, weights, count, sums);
+            add_inputs<kRows, kPanels>(rows, k, weights, count, sums);
         }
     }
-    unrolled<kRows>([&](auto r) HEADWAY_INLINE { store(out + kLanes * r, sums[r]); });
+    unrolled<kRows>([&](auto r) HEADWAY_INLINE {
+        unrolled<kPanels>([&](auto p) HEADWAY_INLINE {
+            store(out + (p * kRowChunk + r) * kLanes, sums.at[r][p]);
+        });
+    });
 }
 
 }  // namespace headway

@@ -121,33 +121,33 @@ void finish_gated(const Linear& args, int64_t pair, int64_t first_row, int64_t n
     }
 }
 
-// Units from `begin` to `end` of the output: panels, or pairs of them if gated.
-void multiply_units(const Linear& args, int64_t begin, int64_t end) {
-    alignas(64) float sums[kRowChunk * kLanes], ups[kRowChunk * kLanes];
-    bool gated = args.activation != kNone;
+void multiply_panels(const Linear& args, int64_t begin, int64_t end) {
+    ChunkSums sums;
     for (int64_t row = 0; row < args.product.num_rows; row += kRowChunk) {
         int64_t num_rows = std::min(kRowChunk, args.product.num_rows - row);
-        for (int64_t unit = begin; unit < end; ++unit) {
-            panel_sums(args.product, gated ? 2 * unit : unit, row, num_rows, sums);
-            if (gated) {
-                panel_sums(args.product, 2 * unit + 1, row, num_rows, ups);
-                finish_gated(args, unit, row, num_rows, sums, ups);
-            } else {
-                finish_panel(args, unit, row, num_rows, sums);
+        for (int64_t panel = begin; panel < end; panel += kPanelChunk) {
+            int64_t num_panels = std::min(kPanelChunk, end - panel);
+            chunk_sums(args.product, panel, num_panels, row, num_rows, sums);
+            if (args.activation != kNone) {
+                finish_gated(args, panel / 2, row, num_rows, sums.at[0], sums.at[1]);
+                continue;
             }
+            for (int64_t p = 0; p < num_panels; ++p)
+                finish_panel(args, panel + p, row, num_rows, sums.at[p]);
         }
     }
 }
 
 void linear(const void* words, Thread& thread) {
     const Linear& args = *static_cast<const Linear*>(words);
-    int64_t num_units = args.product.num_panels() / (args.activation == kNone ? 1 : 2);
+    int64_t num_panels = args.product.num_panels();
     // Long runs of memory first, then ever shorter ones, which even out threads that were held up.
+    // Pairs, since gates come with what they scale.
     for (int64_t begin = 0;;) {
-        int64_t grain = std::clamp<int64_t>((num_units - begin) / (4 * thread.count), 1, 64);
-        begin = thread.take(grain);
-        if (begin >= num_units) return;
-        multiply_units(args, begin, std::min(num_units, begin + grain));
+        int64_t pairs = std::clamp<int64_t>((num_panels - begin) / (8 * thread.count), 1, 32);
+        begin = thread.take(2 * pairs);
+        if (begin >= num_panels) return;
+        multiply_panels(args, begin, std::min(num_panels, begin + 2 * pairs));
     }
 }
 

@@ -72,9 +72,18 @@ struct Product {
 // multiple of kGroup.
 constexpr int64_t kRowChunk = 128;
 
-// sums[r][lane] = row first_row + r times output 16 panel + lane, for num_rows <= kRowChunk.
-void panel_sums(const Product& product, int64_t panel, int64_t first_row, int64_t num_rows,
-                float* sums);
+// Panels that are taken together where that is faster.
+constexpr int64_t kPanelChunk = 2;
+
+// The sums of a chunk.
+struct alignas(64) ChunkSums {
+    float at[kPanelChunk][kRowChunk * kLanes];
+};
+
+// sums.at[p][r kLanes + lane] = row first_row + r times output 16 (panel + p) + lane, for num_panels
+// <= kPanelChunk and num_rows <= kRowChunk.
+void chunk_sums(const Product& product, int64_t panel, int64_t num_panels, int64_t first_row,
+                int64_t num_rows, ChunkSums& sums);
 
 // Asks for what lies further on, over the panel's end into the next: far ahead into the second cache,
 // which waits for more lines at a time, and nearer into the first. The hardware's own prefetching

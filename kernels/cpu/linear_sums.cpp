@@ -1,4 +1,4 @@
-// panel_sums: picks the loop for a format, a kind of rows and a number of rows.
+// chunk_sums: picks the loop for a format, a kind of rows and a number of rows.
 #include <algorithm>
 #include <utility>
 
@@ -15,15 +15,14 @@
 namespace headway {
 namespace {
 
-constexpr int kMostFloatRows = 8;
-
 #if defined(__AMX_INT8__)
 const bool has_tiles = request_tiles();
 #endif
 
 using DotLoop = void (*)(const RowBlock* rows, int first, const uint8_t* panel, int64_t num_blocks,
                          float* out);
-using FloatLoop = void (*)(const Product&, const uint8_t* panel, int64_t first_row, float* out);
+using FloatLoop = void (*)(const Product&, const uint8_t* panel, int64_t panel_bytes,
+                           int64_t first_row, float* out);
 
 // loops[n - 1] takes n rows.
 template <int kFormat, int... kCounts>
@@ -31,9 +30,9 @@ DotLoop dot_loop(int64_t num_rows, std::integer_sequence<int, kCounts...>) {
     constexpr DotLoop kLoops[] = {dot_rows<kFormat, kCounts + 1>...};
     return kLoops[num_rows - 1];
 }
-template <int kFormat, int... kCounts>
+template <int kFormat, int kPanels, int... kCounts>
 FloatLoop float_loop(int64_t num_rows, std::integer_sequence<int, kCounts...>) {
-    constexpr FloatLoop kLoops[] = {float_rows<kFormat, kCounts + 1>...};
+    constexpr FloatLoop kLoops[] = {float_rows<kFormat, kCounts + 1, kPanels>...};
     return kLoops[num_rows - 1];
 }
 
@@ -45,17 +44,27 @@ void in_parts(int64_t count, int64_t most, Work work) {
         work(part * count / num_parts, (part + 1) * count / num_parts);
 }
 
-using PanelLoop = void (*)(const Product&, const uint8_t* panel, int64_t first_row,
-                           int64_t num_rows, float* sums);
-
-template <int kFormat>
-void float_panel(const Product& product, const uint8_t* panel, int64_t first_row, int64_t num_rows,
-                 float* sums) {
+template <int kFormat, int kPanels>
+void float_panels(const Product& product, const uint8_t* panel, int64_t panel_bytes,
+                  int64_t first_row, int64_t num_rows, float* sums) {
     in_parts(num_rows, kMostFloatRows, [&](int64_t begin, int64_t end) {
         auto counts = std::make_integer_sequence<int, kMostFloatRows>();
-        FloatLoop loop = float_loop<kFormat>(end - begin, counts);
-        loop(product, panel, first_row + begin, sums + begin * kLanes);
+        FloatLoop loop = float_loop<kFormat, kPanels>(end - begin, counts);
+        loop(product, panel, panel_bytes, first_row + begin, sums + begin * kLanes);
     });
+}
+
+template <int kFormat>
+void float_chunk(const Product& product, const uint8_t* panel, int64_t panel_bytes,
+                 int64_t num_panels, int64_t first_row, int64_t num_rows, ChunkSums& sums) {
+    if (num_panels == kMostFloatPanels) {
+        float_panels<kFormat, kMostFloatPanels>(product, panel, panel_bytes, first_row, num_rows,
+                                                sums.at[0]);
+        return;
+    }
+    for (int64_t p = 0; p < num_panels; ++p)
+        float_panels<kFormat, 1>(product, panel + p * panel_bytes, panel_bytes, first_row, num_rows,
+                                 sums.at[p]);
 }
 
 template <int kFormat>
@@ -84,26 +93,36 @@ void dot_panel(const Product& product, const uint8_t* panel, int64_t first_row, 
     }
 }
 
-constexpr PanelLoop kFloatPanels[kNumFormats] = {
-    float_panel<kF32>,  float_panel<kBf16>, float_panel<kQ4_0>, float_panel<kQ4_1>,
-    float_panel<kQ8>,   float_panel<kQ4K>,  float_panel<kQ8_1>, float_panel<kQ8K>,
-    float_panel<kQ6K>,
+template <int kFormat>
+void dot_chunk(const Product& product, const uint8_t* panel, int64_t panel_bytes,
+               int64_t num_panels, int64_t first_row, int64_t num_rows, ChunkSums& sums) {
+    for (int64_t p = 0; p < num_panels; ++p)
+        dot_panel<kFormat>(product, panel + p * panel_bytes, first_row, num_rows, sums.at[p]);
+}
+
+using ChunkLoop = void (*)(const Product&, const uint8_t* panel, int64_t panel_bytes,
+                           int64_t num_panels, int64_t first_row, int64_t num_rows, ChunkSums&);
+
+constexpr ChunkLoop kFloatChunks[kNumFormats] = {
+    float_chunk<kF32>, float_chunk<kBf16>, float_chunk<kQ4_0>, float_chunk<kQ4_1>,
+    float_chunk<kQ8>,  float_chunk<kQ4K>,  float_chunk<kQ8_1>, float_chunk<kQ8K>,
+    float_chunk<kQ6K>,
 };
 // Rows are quantised only for weights that are.
-constexpr PanelLoop kDotPanels[kNumFormats] = {
-    nullptr,         nullptr,         dot_panel<kQ4_0>, dot_panel<kQ4_1>, dot_panel<kQ8>,
-    dot_panel<kQ4K>, dot_panel<kQ8_1>, dot_panel<kQ8K>, dot_panel<kQ6K>,
+constexpr ChunkLoop kDotChunks[kNumFormats] = {
+    nullptr,         nullptr,          dot_chunk<kQ4_0>, dot_chunk<kQ4_1>, dot_chunk<kQ8>,
+    dot_chunk<kQ4K>, dot_chunk<kQ8_1>, dot_chunk<kQ8K>,  dot_chunk<kQ6K>,
 };
 
 }  // namespace
 
-void panel_sums(const Product& product, int64_t panel, int64_t first_row, int64_t num_rows,
-                float* sums) {
+void chunk_sums(const Product& product, int64_t panel, int64_t num_panels, int64_t first_row,
+                int64_t num_rows, ChunkSums& sums) {
     const Format& format = kFormats[product.format];
     int64_t panel_bytes = ceil_div(product.num_inputs, format.block) * format.block_bytes();
     const uint8_t* at = product.weight + panel * panel_bytes;
-    const auto& loops = product.quantised ? kDotPanels : kFloatPanels;
-    loops[product.format](product, at, first_row, num_rows, sums);
+    const auto& loops = product.quantised ? kDotChunks : kFloatChunks;
+    loops[product.format](product, at, panel_bytes, num_panels, first_row, num_rows, sums);
 }
 
 }  // namespace headway

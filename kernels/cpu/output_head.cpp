@@ -125,16 +125,19 @@ void finish_panel(const OutputHead& args, int64_t panel, int64_t first_row, int6
 }
 
 void run_chunk(const OutputHead& args, int64_t chunk, Scratch& scratch, int thread) {
-    alignas(64) float sums[kRowChunk * kLanes];
+    ChunkSums sums;
     LaneSums lanes[kRowChunk];
     int64_t begin = chunk * kChunkPanels;
     int64_t end = std::min(args.product.num_panels(), begin + kChunkPanels);
     for (int64_t row = 0; row < args.product.num_rows; row += kRowChunk) {
         int64_t num_rows = std::min(kRowChunk, args.product.num_rows - row);
         for (int64_t r = 0; r < num_rows; ++r) lanes[r].clear();
-        for (int64_t panel = begin; panel < end; ++panel) {
-            panel_sums(args.product, panel, row, num_rows, sums);
-            finish_panel(args, panel, row, num_rows, sums, scratch.best(thread, row), lanes);
+        for (int64_t panel = begin; panel < end; panel += kPanelChunk) {
+            int64_t num_panels = std::min(kPanelChunk, end - panel);
+            chunk_sums(args.product, panel, num_panels, row, num_rows, sums);
+            for (int64_t p = 0; p < num_panels; ++p)
+                finish_panel(args, panel + p, row, num_rows, sums.at[p], scratch.best(thread, row),
+                             lanes);
         }
         if (args.log_sums)
             for (int64_t r = 0; r < num_rows; ++r) scratch.sum(row + r, chunk) = over_lanes(lanes[r]);

@@ -112,7 +112,7 @@ void add_blocks(const RowBlock* rows, int64_t first, int64_t count, const uint8_
     unrolled<kGroup>([&](auto r) HEADWAY_INLINE { store(out + kLanes * r, sums[r]); });
 }
 
-// As panel_sums, from the first row of a group on, for whole groups: rows that are not there have
+// The sums of a panel, from the first row of a group on, for whole groups: rows that are not there have
 // scales of zero.
 template <int kFormat>
 void tile_panel(const Product& product, const uint8_t* panel, int64_t first_row, int64_t num_rows,

@@ -6,33 +6,10 @@ See kernels/linear.py for the shapes and the layout of quantised rows.
 import torch
 import torch.nn.functional as F
 
-from headway.kernels.packed import FORMATS, LANES, PackedWeight
+from headway.kernels.pack import unpack
+from headway.kernels.packed import LANES, PackedWeight
 
 _BLOCK, _GROUP = 32, 16  # of quantised rows
-
-
-def values(weight: PackedWeight) -> torch.Tensor:
-    """The matrix that a packed weight stands for: [N, K] float32."""
-    form = FORMATS[weight.format]
-    num_panels, num_blocks, _ = weight.data.shape
-    if weight.format == "f32":
-        lanes = weight.data.view(torch.float32)
-    elif weight.format == "bf16":
-        lanes = weight.data.view(torch.bfloat16).float()
-    else:
-        scales_end = LANES * form.scale_bytes * (2 if form.has_minimum else 1)
-        scale_type = torch.float16 if form.scale_bytes == 2 else torch.float32
-        scales = weight.data[..., :scales_end].contiguous().view(scale_type).float()
-        step = scales[..., None, :LANES, None]
-        codes = _codes(weight.data[..., scales_end:], form.code_bits).float()
-        if form.has_minimum:
-            lanes = step * codes + scales[..., None, LANES:, None]
-        else:
-            lanes = step * (codes - form.zero)
-    # [panels, blocks, groups, outputs of a panel, inputs of a group]
-    grouped = lanes.reshape(num_panels, num_blocks, -1, LANES, min(form.block, 4))
-    matrix = grouped.permute(0, 3, 1, 2, 4).reshape(num_panels * LANES, -1)
-    return matrix[: weight.num_outputs, : weight.num_inputs]
 
 
 def quantise_rows(x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +46,7 @@ def linear(
     activation: str | None,
 ) -> torch.Tensor:
     """[R, K] -> [R, N], or [R, N / 2] with an activation; computed in x's type."""
-    y = F.linear(x, values(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
+    y = F.linear(x, unpack(weight).to(x.dtype), None if bias is None else bias.to(x.dtype))
     if activation is None:
         return y if residual is None else y + residual
     gates, ups = y.view(len(y), -1, 2, LANES).unbind(dim=2)
@@ -86,9 +63,3 @@ def _activate(gates: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "silu":
         return F.silu(gates)
     return F.gelu(gates, approximate="tanh" if activation == "gelu_tanh" else "none")
-
-
-def _codes(data: torch.Tensor, code_bits: int) -> torch.Tensor:
-    """[panels, blocks, bytes] -> [panels, blocks, groups, 16, 4] uint8."""
-    groups = data.reshape(*data.shape[:2], -1, LANES, 4)
-    return torch.cat([groups & 15, groups >> 4], dim=2) if code_bits == 4 else groups

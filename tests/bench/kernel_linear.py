@@ -15,12 +15,14 @@ from typing import get_args
 import numpy as np
 import torch
 
-from headway.kernels.cpu.build import LEVELS, build
+from headway.kernels.cpu.build import build
+from headway.kernels.cpu.levels import LEVELS
 from headway.kernels.cpu.library import Library, Team
 from headway.kernels.linear import (
     ACTIVATION_NUMBERS,
+    ROW_GROUP,
     output_head_scratch_bytes,
-    quantised_rows_bytes,
+    row_bytes,
 )
 from headway.kernels.packed import FORMATS, FormatName, PackedWeight
 
@@ -75,8 +77,8 @@ class Case:
         """Make the program for this many rows."""
         shape, kernels = self.shape, self.team.library.kernels
         x = torch.randn(num_rows, shape.num_inputs)
-        num_bytes = quantised_rows_bytes(num_rows, shape.num_inputs)
-        rows = torch.empty(num_bytes, dtype=torch.uint8)
+        padded = -(-num_rows // ROW_GROUP) * ROW_GROUP
+        rows = torch.empty(padded, row_bytes(shape.num_inputs), dtype=torch.uint8)
         width = shape.num_outputs // 2 if shape.gated else shape.num_outputs
         out = torch.empty(num_rows, width) if shape.name != "head" else None
         scratch = output_head_scratch_bytes(num_rows, shape.num_outputs, 1, self.team.num_threads)
@@ -147,7 +149,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each figure")
     parser.add_argument("--cache", type=Path, default=Path("/tmp/headway-bench"))
     options = parser.parse_args()
-    team = Team(Library(build(options.level, options.cache)), options.threads)
+    library = Library(build(options.level, options.cache), options.level)
+    team = Team(library, options.threads)
     quantised = options.activations == "int8" and FORMATS[options.format].scale_bytes > 0
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     cases = [Case(team, shape, options.format, 1, quantised) for shape in SHAPES]
