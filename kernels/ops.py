@@ -40,7 +40,7 @@ def _linear(
     """
     weight = PackedWeight(format, num_outputs, num_inputs, data)
     values = x.reshape(-1, num_inputs).float()
-    if activations == "int8" and FORMATS[format].scale_bytes:
+    if activations == "int8" and FORMATS[format].scale_bytes and len(values):
         values = reference.row_values(reference.quantise_rows(values), len(values), num_inputs)
     # Unpacked piece by piece: the whole matrix in floats is what packing avoids.
     pieces = [

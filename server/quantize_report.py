@@ -6,13 +6,13 @@ Measured through the engine's own prompt log-probabilities, so it is what a serv
 import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import track
 
-from headway.engine.build import build_engine
+from headway.engine.build import build_engine, resolve_team
 from headway.engine.config import EngineConfig, Quantize
 from headway.engine.engine import Engine
 from headway.engine.errors import UsageError
@@ -21,6 +21,7 @@ from headway.engine.models.attention import ATTENTION
 from headway.engine.models.load import LoadedModel, load_model
 from headway.engine.models.tokenizer import load_tokenizer
 from headway.engine.request import Request, StoppingParams
+from headway.kernels.cpu.library import Team
 from headway.kernels.ops import Activations
 
 
@@ -43,6 +44,13 @@ class Report:
     stride_tokens: int
 
 
+_WAYS: tuple[tuple[Literal["float32", "packed"], Activations], ...] = (
+    ("float32", "fp32"),
+    ("packed", "fp32"),
+    ("packed", "int8"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """A run of tokens that the model sees, of which the last `num_counted` count."""
@@ -57,43 +65,40 @@ def measure(
     text: str,
     window_tokens: int,
     stride_tokens: int,
-    num_threads: int,
+    config: EngineConfig,
     console: Console,
 ) -> Report:
     """Load the model in each way, one after another, and measure the text.
+
+    Float weights run in torch, packed ones in the kernels that `config` names.
 
     Raises:
         UsageError: the text is too short, or the windows too long for the model.
         ModelLoadError: the model cannot be loaded, or not in float32.
     """
-    ways: tuple[tuple[Literal["float32", "packed"], Activations], ...] = (
-        ("float32", "fp32"),
-        ("packed", "fp32"),
-        ("packed", "int8"),
-    )
+    config = replace(config, device="cpu", dtype="float32", prefix_cache=False, max_draft_tokens=0)
+    team = resolve_team(config)
     rows: list[Perplexity] = []
     num_counted = 0
-    for weights, activations in ways:
+    for weights, activations in _WAYS:
+        is_packed = weights == "packed"
         loaded = load_model(
             model,
             attention=ATTENTION,
-            quantize="none" if weights == "float32" else quantize,
+            quantize=quantize if is_packed else "none",
             activations=activations,
-            keep_packed=weights == "packed",
+            keep_packed=is_packed,
         )
         windows = list(cut(*_tokenize(loaded, text), window_tokens, stride_tokens))
         num_counted = sum(window.num_counted for window in windows)
         if not num_counted:
             raise UsageError("the text has fewer than two tokens; some ten thousand tell much")
-        engine = _make_engine(loaded, window_tokens, num_threads)
-        if window_tokens > engine.limits.max_context_tokens:
-            raise UsageError(
-                f"window_tokens is {window_tokens}; the model's context has "
-                f"{engine.limits.max_context_tokens} tokens"
-            )
+        engine = _make_engine(loaded, config, window_tokens, team if is_packed else None)
         shown = track(windows, f"{weights}, {activations}", console=console)
         total = sum(log_probability(engine, window) for window in shown)
         rows.append(Perplexity(weights, activations, math.exp(-total / num_counted)))
+    if team is not None:
+        team.close()
     return Report(tuple(rows), num_counted, window_tokens, stride_tokens)
 
 
@@ -140,13 +145,17 @@ def _tokenize(loaded: LoadedModel, text: str) -> tuple[list[int], list[int]]:
     return (start if begins else []), ids
 
 
-def _make_engine(loaded: LoadedModel, window_tokens: int, num_threads: int) -> Engine:
-    block_size = EngineConfig().block_size
-    num_blocks = -(-window_tokens // block_size) + 2
-    config = EngineConfig(
-        num_threads=num_threads,
-        kv_cache_bytes=num_blocks * block_bytes(loaded.config, block_size, loaded.model.dtype),
-        prefix_cache=False,
-        max_draft_tokens=0,
-    )
-    return build_engine(loaded.model, loaded.eos_token_ids, config)
+def _make_engine(
+    loaded: LoadedModel, config: EngineConfig, window_tokens: int, team: Team | None
+) -> Engine:
+    """Make an engine with a cache for one window."""
+    num_blocks = -(-window_tokens // config.block_size) + 2
+    one = block_bytes(loaded.config, config.block_size, loaded.model.dtype)
+    config = replace(config, kv_cache_bytes=num_blocks * one)
+    engine = build_engine(loaded.model, loaded.eos_token_ids, config, team=team)
+    if window_tokens > engine.limits.max_context_tokens:
+        raise UsageError(
+            f"window_tokens is {window_tokens}; the model's context has "
+            f"{engine.limits.max_context_tokens} tokens"
+        )
+    return engine

@@ -8,11 +8,12 @@ from typing import Annotated, Literal
 from rich.console import Console
 from rich.table import Table
 
-from headway.engine.config import Quantize
+from headway.engine.config import EngineConfig, Quantize
 from headway.engine.errors import UsageError
 from headway.engine.models import store
 from headway.engine.models.load import pack_weights
 from headway.engine.models.pack_model import PackedModel
+from headway.kernels.cpu.levels import KernelChoice
 from headway.server.commands.progress import progress_bars
 from headway.server.quantize_report import Report, measure
 from headway.server.settings import POSITIONAL
@@ -55,6 +56,8 @@ class QuantizeConfig:
     """Tokens from one window to the next; those that are seen again are not counted again."""
     num_threads: int = 0
     """CPU threads; 0 takes every core that this process may use."""
+    kernels: KernelChoice = "auto"
+    """Bodies of the CPU kernels that packed weights are measured with, as of `serve`."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -114,7 +117,7 @@ def quantize(config: QuantizeConfig) -> int:
             text,
             config.window_tokens,
             config.stride_tokens,
-            config.num_threads,
+            EngineConfig(num_threads=config.num_threads, kernels=config.kernels),
             console,
         )
     if config.json:

@@ -48,6 +48,16 @@ def test_float_weights_leave_activations_whole(format: FormatName) -> None:
     assert torch.equal(*outputs)
 
 
+@pytest.mark.parametrize("activations", ["int8", "fp32"])
+def test_no_rows_give_no_rows(activations: ops.Activations) -> None:
+    """A step whose sequences only fill their prompts wants no logits."""
+    weight = pack(random(37, 70), "q8")
+    found = ops.linear(random(1, 0, 70), weight.data, "q8", 37, 70, None, activations)
+    assert found.shape == (1, 0, 37)
+    ids = torch.empty(1, 0, dtype=torch.int64)
+    assert ops.embedding(ids, weight.data, "q8", 37, 70).shape == (1, 0, 70)
+
+
 def test_linear_keeps_the_type_of_its_input() -> None:
     weight, x = pack(random(37, 70), "q8"), random(3, 70).bfloat16()
     found = ops.linear(x, weight.data, "q8", 37, 70, None, "fp32")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from headway.engine.config import EngineConfig
 from headway.engine.errors import UsageError
 from headway.server.quantize_report import Window, cut, log_probability, measure
 from tiny import tiny_model
@@ -50,7 +51,8 @@ def test_the_sum_is_that_of_transformers_own_loss() -> None:
 
 def report(folder: Path, text: str = TEXT, window_tokens: int = 64) -> list[float]:
     console = Console(file=io.StringIO())
-    found = measure(str(folder), "int4", text, window_tokens, 32, 1, console)
+    config = EngineConfig(num_threads=1, kernels="reference")
+    found = measure(str(folder), "int4", text, window_tokens, 32, config, console)
     assert found.num_tokens == len(text) - 1  # bytes are this tokenizer's tokens
     assert [(each.weights, each.activations) for each in found.perplexities] == [
         ("float32", "fp32"),
