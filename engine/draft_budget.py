@@ -12,7 +12,7 @@ from headway.engine.step_times import StepTimes, nudge
 from headway.engine.tree import DraftTree, num_drafted
 
 _ALLOWANCE = 0.01
-_FIRST_PLAIN_STEPS = 2.0
+_FIRST_PLAIN_STEPS = 0.5
 _MOST_PLAIN_STEPS = 16.0
 
 

@@ -62,6 +62,8 @@ class Run:
     """Tokens before the ones that those steps computed, over all sequences and steps."""
     prompt_seconds: float = 0.0
     """Time of the steps in which some prompt was computed."""
+    pass_seconds: Mapping[int, float] = field(default_factory=dict)
+    """What a pass of the model over so many rows takes, as drafts were chosen by; else empty."""
 
     @property
     def num_new_tokens(self) -> int:
@@ -88,6 +90,8 @@ class CaseResult:
     """Time of the steps that computed prompts; spread over the runs."""
     step_ms: Mapping[str, Spread]
     """A step without prompts, by phase; spread over the steps of all runs."""
+    pass_ms: Mapping[int, float]
+    """A pass of the model by its rows, as drafts were chosen by in the last run; else empty."""
     rows_per_step: float
     """Mean rows of those steps: last tokens and drafts."""
     sequences_per_step: float
@@ -157,6 +161,7 @@ def run(
                 result.token_ids[output.request_id] = tuple(live.pop(output.request_id))
                 result.speculation[output.request_id] = output.finish.speculation
     result.seconds = perf_counter() - started
+    result.pass_seconds = dict(engine.snapshot().step_seconds)
     return result
 
 
@@ -184,6 +189,7 @@ def summarise(
             phase: Spread.of([getattr(step, f"{phase}_seconds") * 1e3 for step in steps])
             for phase in PHASES
         },
+        pass_ms={rows: seconds * 1e3 for rows, seconds in runs[-1].pass_seconds.items()},
         rows_per_step=_mean([step.num_tokens for step in steps]),
         sequences_per_step=_mean([step.num_sequences for step in steps]),
         context_per_sequence=_ratio(

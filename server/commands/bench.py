@@ -251,6 +251,8 @@ def _record(
 
 def _tables(cases: Sequence[CaseResult], roofline: Roofline | None) -> Iterator[Table]:
     yield _step_table(cases)
+    if any(case.pass_ms for case in cases):
+        yield _pass_table(cases)
     if roofline is not None:
         yield _roofline_table(cases, roofline)
     yield _tau_table(cases)
@@ -274,6 +276,18 @@ def _step_table(cases: Sequence[CaseResult]) -> Table:
             shown(case.decode_tokens_per_second.p50),
             *(shown(case.step_ms[phase].p50) for phase in phases),
         )
+    return table
+
+
+def _pass_table(cases: Sequence[CaseResult]) -> Table:
+    drafting = [case for case in cases if case.pass_ms]
+    table = Table(
+        *("mode", "batch", *map(str, drafting[0].pass_ms)),
+        title="A pass of the model by its rows, in ms, as drafts are chosen by",
+        **STYLE,
+    )
+    for case in drafting:
+        table.add_row(case.speculation, str(case.batch_size), *map(shown, case.pass_ms.values()))
     return table
 
 

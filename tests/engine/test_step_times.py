@@ -37,11 +37,11 @@ def test_more_rows_never_take_less(seed: int) -> None:
 def test_an_outlier_moves_little() -> None:
     times = StepTimes(MEASURED)
     times.note(4, 1.0)
-    assert times.seconds(4) == pytest.approx(0.006, rel=0.04)
+    assert times.seconds(4) == pytest.approx(0.006, rel=0.055)
     for _ in range(200):
         times.note(4, 0.006)
     assert times.seconds(4) == pytest.approx(0.006, rel=0.01)
-    assert times.seconds(8) == pytest.approx(0.012, rel=0.04)
+    assert times.seconds(8) == pytest.approx(0.012, rel=0.015)
 
 
 def test_a_busy_machine_slows_all_sizes_alike() -> None:
@@ -49,7 +49,7 @@ def test_a_busy_machine_slows_all_sizes_alike() -> None:
     for _ in range(100):
         times.note(4, 0.012)
     assert times.seconds(4) == pytest.approx(0.012, rel=0.02)
-    assert times.seconds(8) / times.seconds(4) == pytest.approx(2.0, rel=0.2)
+    assert times.seconds(8) / times.seconds(4) == pytest.approx(2.0, rel=0.02)
     assert times.seconds(1) > 1.6 * 0.005
 
 
