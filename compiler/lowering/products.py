@@ -10,7 +10,7 @@ from headway.kernels.linear import (
     ACTIVATION_NUMBERS,
     ROW_GROUP,
     output_head_scratch_bytes,
-    quantised_rows_bytes,
+    row_bytes,
 )
 from headway.kernels.packed import FORMATS
 
@@ -25,8 +25,7 @@ def _quantise(
     emitter: Emitter, rows: Operand, index: Operand | None, num_rows: Dim, name: str
 ) -> Place:
     x = _rows(emitter, rows)
-    row_bytes = quantised_rows_bytes(ROW_GROUP, x.width) // ROW_GROUP
-    out = emitter.scratch(name, row_bytes, num_rows, ROW_GROUP)
+    out = emitter.scratch(name, row_bytes(x.width), num_rows, ROW_GROUP)
     emitter.call(
         "quantise_rows",
         x=emitter.address(rows),
