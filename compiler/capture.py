@@ -15,7 +15,6 @@ from torch import fx
 from headway.compiler.graph import Constant, Dim, Graph, Node, TensorType, Unsupported, node
 from headway.kernels.packed import FORMATS, FormatName, PackedWeight
 
-
 MODULE_PREFIX = "self."
 """Before the names of constants, which are those that the module gives to its tensors."""
 

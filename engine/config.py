@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from headway.kernels.choices import Activations
 from headway.kernels.cpu.levels import KernelChoice
-from headway.kernels.ops import Activations
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "off"]

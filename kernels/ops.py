@@ -10,18 +10,15 @@ gradients: a model that is trained has float weights. Knows no modules.
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from headway.kernels.attention import paged_attention, write_kv
+from headway.kernels.choices import Activations
 from headway.kernels.pack import row_chunks, unpack, unpack_rows
 from headway.kernels.packed import FORMATS, LANES, FormatName, PackedWeight
 from headway.kernels.reference import linear as reference
-
-Activations = Literal["int8", "fp32"]
-"""What a product with quantised weights does to its inputs: round them by blocks, or keep them."""
 
 
 def _linear(

@@ -21,8 +21,8 @@ from headway.engine.models.attention import ATTENTION
 from headway.engine.models.load import LoadedModel, load_model
 from headway.engine.models.tokenizer import load_tokenizer
 from headway.engine.request import Request, StoppingParams
+from headway.kernels.choices import Activations
 from headway.kernels.cpu.library import Team
-from headway.kernels.ops import Activations
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from headway.engine.errors import ModelLoadError
 from headway.engine.models.packed_file import Weight
 from headway.engine.models.packed_modules import PackedEmbedding, PackedLinear, embedding_scale
-from headway.kernels.ops import Activations
+from headway.kernels.choices import Activations
 from headway.kernels.packed import PackedWeight
 
 

@@ -32,7 +32,7 @@ from headway.engine.models.cache import Progress, no_progress
 from headway.engine.models.convert import convert_gguf
 from headway.engine.models.pack_model import PackedModel, pack_folder, pack_gguf
 from headway.engine.models.store import resolve
-from headway.kernels.ops import Activations
+from headway.kernels.choices import Activations
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from headway.kernels.choices import Activations
 from headway.kernels.cpu.library import Team
 from headway.kernels.linear import QuantisedRows, quantise_rows
 from headway.kernels.linear import linear as native_linear
-from headway.kernels.ops import Activations, embedding, linear
+from headway.kernels.ops import embedding, linear
 from headway.kernels.packed import FORMATS, PackedWeight
 
 

@@ -24,7 +24,6 @@ from rich.table import Table
 from headway.engine.errors import HeadwayError
 from headway.engine.machine import usable_cores
 from headway.engine.models.store import DEFAULT_MODEL
-from headway.kernels.cache import cache_folder
 from headway.server.engine_bench import pick, read_prompts
 
 RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
