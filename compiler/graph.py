@@ -53,7 +53,9 @@ UNARY = frozenset(
 BINARY = frozenset(["add", "sub", "mul", "div", "pow", "maximum", "minimum"])
 LAST_DIM = frozenset(["sum", "mean", "max", "softmax"])
 PRODUCTS = frozenset(["linear", "matmul", "embedding", "gather_rows", "attention"])
-FUSED = frozenset(["rms_norm", "rope", "gated_linear", "quantise_rows", "output_head"])
+FUSED = frozenset(
+    ["rms_norm", "rope", "rotated_attention", "gated_linear", "quantise_rows", "output_head"]
+)
 VOCABULARY = MOVEMENT | UNARY | BINARY | LAST_DIM | PRODUCTS | FUSED
 
 

@@ -21,6 +21,7 @@ LOWERING: Mapping[str, Rule] = {
     "rms_norm": sequences.rms_norm,
     "rope": sequences.rope,
     "attention": sequences.attention,
+    "rotated_attention": sequences.rotated_attention,
     "embedding": products.embedding,
     "quantise_rows": products.quantise_rows,
     "linear": products.linear,

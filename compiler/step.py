@@ -7,7 +7,7 @@ import torch
 from headway.compiler.graph import Graph
 from headway.compiler.lower import lower
 from headway.compiler.memory import allocate, lives, plan_memory
-from headway.compiler.passes.fuse import fuse_rms_norm, fuse_rope
+from headway.compiler.passes.fuse import fuse_rms_norm, fuse_rope, fuse_rotated_attention
 from headway.compiler.passes.products import (
     fuse_gates,
     fuse_output_head,
@@ -31,6 +31,7 @@ PASSES = (
     fuse_gates,
     fuse_residuals,
     join_products,
+    fuse_rotated_attention,
     fuse_output_head,
     quantise_inputs,
 )

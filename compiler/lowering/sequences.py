@@ -57,13 +57,9 @@ def rope(emitter: Emitter, step: Step) -> None:
 
 def attention(emitter: Emitter, step: Step) -> None:
     """Store this layer's keys and values, then attend to the cache."""
-    query, key, value, cache_name, *tables = step.inputs
-    scales = tables.pop() if len(tables) > _NUM_TABLES else None
-    cache = _layer(emitter, step, cache_name, scales)
-    q, k, v, out = (Rows.of(emitter.access(each)) for each in (query, key, value, step.output))
-    slots, block_tables, cu_lengths, context_lengths, span_lengths, positions, masks = (
-        emitter.address(each) for each in tables
-    )
+    _, key, value, *context = step.inputs
+    cache, tables = _cache_and_tables(emitter, step, context)
+    k, v = (Rows.of(emitter.access(each)) for each in (key, value))
     emitter.call(
         "write_kv",
         key=emitter.address(key),
@@ -73,15 +69,58 @@ def attention(emitter: Emitter, step: Step) -> None:
         value_stride=v.stride,
         value_head_stride=v.inner_stride,
         **cache,
-        slots=slots,
+        slots=emitter.address(tables[0]),
         num_rows=size(k.num_rows),
         num_groups=k.num_inner,
         head_size=k.width,
     )
-    scratch_bytes = attention_scratch_bytes(emitter.num_threads, q.num_inner, k.num_inner, q.width)
+    _attend(emitter, step, k.num_inner, cache, tables)
+
+
+def rotated_attention(emitter: Emitter, step: Step) -> None:
+    """Rotate queries where they lie, store rotated keys and the values, then attend to the cache."""
+    query, key, value, cos, sin, *context = step.inputs
+    cache, tables = _cache_and_tables(emitter, step, context)
+    q, k, v = (Rows.of(emitter.access(each)) for each in (query, key, value))
+    angles = Rows.of(emitter.access(cos))
+    if angles.stride != Rows.of(emitter.access(sin)).stride or angles.width != q.width:
+        raise Unsupported(f"angles of shape {emitter.access(cos).shape}")
+    emitter.call(
+        "rope_write_kv",
+        query=emitter.address(query),
+        query_stride=q.stride,
+        query_head_stride=q.inner_stride,
+        key=emitter.address(key),
+        key_stride=k.stride,
+        key_head_stride=k.inner_stride,
+        value=emitter.address(value),
+        value_stride=v.stride,
+        value_head_stride=v.inner_stride,
+        cos=emitter.address(cos),
+        sin=emitter.address(sin),
+        angle_stride=angles.stride,
+        **cache,
+        slots=emitter.address(tables[0]),
+        num_rows=size(q.num_rows),
+        num_heads=q.num_inner,
+        num_groups=k.num_inner,
+        head_size=q.width,
+        rotary_size=q.width,
+    )
+    _attend(emitter, step, k.num_inner, cache, tables)
+
+
+def _attend(
+    emitter: Emitter, step: Step, num_groups: int, cache: dict[str, Word], tables: list[Operand]
+) -> None:
+    q, out = Rows.of(emitter.access(step.inputs[0])), Rows.of(step.output)
+    _, block_tables, cu_lengths, context_lengths, span_lengths, positions, masks = (
+        emitter.address(each) for each in tables
+    )
+    scratch_bytes = attention_scratch_bytes(emitter.num_threads, q.num_inner, num_groups, q.width)
     emitter.call(
         "attention",
-        query=emitter.address(query),
+        query=emitter.address(step.inputs[0]),
         query_stride=q.stride,
         query_head_stride=q.inner_stride,
         **cache,
@@ -95,7 +134,7 @@ def attention(emitter: Emitter, step: Step) -> None:
         tree_masks=masks,
         num_sequences=Open("S"),
         num_heads=q.num_inner,
-        num_groups=k.num_inner,
+        num_groups=num_groups,
         head_size=q.width,
         window=step.node["window"] or 0,
         scale=step.node["scale"],
@@ -106,6 +145,15 @@ def attention(emitter: Emitter, step: Step) -> None:
         scratch=emitter.scratch("attention.scratch", scratch_bytes),
         scratch_bytes=scratch_bytes,
     )
+
+
+def _cache_and_tables(
+    emitter: Emitter, step: Step, context: list[Operand]
+) -> tuple[dict[str, Word], list[Operand]]:
+    """What follows queries, keys and values: arguments for the cache, and slots to tree masks."""
+    cache_name, *tables = context
+    scales = tables.pop() if len(tables) > _NUM_TABLES else None
+    return _layer(emitter, step, cache_name, scales), tables
 
 
 def _layer(

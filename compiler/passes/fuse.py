@@ -5,6 +5,7 @@ stay; the others fall away with Graph.with_nodes.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from headway.compiler.graph import BINARY, Graph, Node, node
 
@@ -91,6 +92,52 @@ def _is_part(part: Node | None, x: str, start: int, end: int) -> bool:
         and part["dim"] == len(part.type.shape) - 1
         and (part["start"], part["end"], part["step"]) == (start, end, 1)
     )
+
+
+def fuse_rotated_attention(graph: Graph) -> Graph:
+    """attention(rope(q), rope(k), v) -> rotated_attention, which rotates queries where they lie.
+
+    Only where nothing else reads the memory of q and k.
+    """
+
+    def rule(each: Node) -> Iterator[Node]:
+        if each.op == "attention":
+            query, key = (graph.producer(name, "rope") for name in each.inputs[:2])
+            if (
+                query is not None
+                and key is not None
+                and query.inputs[1:] == key.inputs[1:]
+                and all(graph.num_uses[rope.output] == 1 for rope in (query, key))
+                and all(_is_sole_reader(graph, rope.inputs[0]) for rope in (query, key))
+            ):
+                inputs = [query.inputs[0], key.inputs[0], each.inputs[2], *query.inputs[1:]]
+                yield node(
+                    "rotated_attention",
+                    each.output,
+                    [*inputs, *each.inputs[3:]],
+                    each.type,
+                    **each.attributes,
+                )
+                return
+        yield each
+
+    return graph.rewrite(rule)
+
+
+def _is_sole_reader(graph: Graph, name: str) -> bool:
+    """Whether what reads `name` once may overwrite it: no other value lies on the same elements."""
+    made = graph.producers.get(name)
+    if made is None or graph.num_uses[name] != 1:
+        return False
+    if made.op in ("view", "permute"):
+        return _is_sole_reader(graph, made.inputs[0])
+    if made.op != "slice":
+        return made.op not in ("expand", "cat")
+    readers = [other for other in graph.nodes if made.inputs[0] in other.inputs]
+    ranges = sorted((other["start"], other["end"]) for other in readers if other.op == "slice")
+    apart = all(end <= start for (_, end), (start, _) in pairwise(ranges))
+    source = graph.producer(made.inputs[0], "linear")
+    return source is not None and len(ranges) == graph.num_uses[made.inputs[0]] and apart
 
 
 def _either_way(each: Node | None, op: str) -> Iterator[tuple[str, str]]:

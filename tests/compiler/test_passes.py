@@ -8,9 +8,9 @@ import torch
 from torch.nn import functional as F
 
 from headway.compiler.capture import capture
-from headway.compiler.graph import Graph
+from headway.compiler.graph import Graph, TensorType, node
 from headway.compiler.interpret import interpret
-from headway.compiler.passes.fuse import fuse_rms_norm, fuse_rope
+from headway.compiler.passes.fuse import fuse_rms_norm, fuse_rope, fuse_rotated_attention
 from headway.compiler.passes.products import (
     fuse_gates,
     fuse_output_head,
@@ -169,3 +169,33 @@ def test_a_pass_finds_its_pattern_and_keeps_the_result(case: str) -> None:
     assert {op: counts[op] for op in expected} == expected
     after = interpret(graph, {"x": x, "rows": rows}, {"T": 7, "R": 3})["logits"]
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
+
+
+def rotations(shared: bool) -> Graph:
+    """One layer's attention by hand: q and k are slices of one product; `shared` reads q again."""
+    row = TensorType(("T", 1, 4))
+    made = [
+        node("linear", "qkv", ["x", "w"], TensorType(("T", 12))),
+        *(
+            node("slice", name, ["qkv"], TensorType(("T", 4)), dim=1, start=at, end=at + 4, step=1)
+            for at, name in ((0, "q"), (4, "k"), (8, "v"))
+        ),
+        *(node("view", f"{name}.heads", [name], row) for name in "qkv"),
+        *(node("rope", f"{name}.turned", [f"{name}.heads", "cos", "sin"], row) for name in "qk"),
+        node("attention", "y", ["q.turned", "k.turned", "v.heads"], row),
+        node("neg", "z", ["q"], TensorType(("T", 4))),
+    ]
+    angle = TensorType(("T", 1, 4))
+    outputs = {"y": "y", "z": "z"} if shared else {"y": "y"}
+    inputs = {"x": TensorType(("T", 4)), "cos": angle, "sin": angle}
+    graph = Graph(inputs, {"w": torch.zeros(12, 4)}, tuple(made), outputs)
+    return graph.with_nodes(made)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_queries_are_rotated_in_place_where_nobody_else_reads_them(shared: bool) -> None:
+    graph = fuse_rotated_attention(rotations(shared))
+    graph.check()
+    counts = Counter(node.op for node in graph.nodes)
+    assert counts["rotated_attention"] == (not shared)
+    assert counts["rope"] == 2 * shared
