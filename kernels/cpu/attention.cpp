@@ -146,6 +146,15 @@ int64_t slot_of(const Attention& args, const Tile& tile, int64_t index) {
     return tile.table[index / args.block_size] * args.block_size + index % args.block_size;
 }
 
+// The slots of tokens index, index + 1, ...
+void find_slots(const Attention& args, const Tile& tile, int64_t index, int64_t count,
+                int64_t* slots) {
+    int64_t block = index / args.block_size, offset = index % args.block_size;
+    for (int64_t i = 0; i < count; ++block, offset = 0)
+        for (; offset < args.block_size && i < count; ++offset, ++i)
+            slots[i] = int64_t{tile.table[block]} * args.block_size + offset;
+}
+
 // Gives the lanes beside begin .. end - 1, up to multiples of 16, slots that may be read.
 void fill_beside(int64_t* slots, int64_t begin, int64_t end) {
     for (int64_t lane = begin; lane % kLanes;) slots[--lane] = slots[begin];
@@ -160,20 +169,27 @@ CachedHead<kType> cached_head(const Attention& args, const void* data, const flo
             args.head_size};
 }
 
+// One head's keys and values of one chunk.
+struct Piece {
+    int64_t group, chunk;
+};
+
 template <int64_t kType>
-Chunk pack_chunk(const Attention& args, const Tile& tile, int64_t group, int64_t index,
-                 const Room& room) {
+Chunk pack_chunk(const Attention& args, const Tile& tile, Piece piece, const Room& room) {
+    int64_t group = piece.group;
     CachedHead<kType> keys = cached_head<kType>(args, args.key_cache, args.key_scales, group);
     CachedHead<kType> values = cached_head<kType>(args, args.value_cache, args.value_scales, group);
     Chunk chunk;
-    chunk.base = index * kChunk;
+    chunk.base = piece.chunk * kChunk;
     chunk.begin = lane_of(tile.first_key, chunk.base);
     chunk.end = lane_of(std::min(tile.last_key, tile.root) + 1, chunk.base);
     int64_t slots[kColumns];
     if (chunk.begin < chunk.end) {
-        for (int64_t lane = chunk.begin; lane < chunk.end; ++lane)
-            slots[lane] = slot_of(args, tile, chunk.base + lane);
+        find_slots(args, tile, chunk.base + chunk.begin, chunk.end - chunk.begin,
+                   slots + chunk.begin);
         fill_beside(slots, chunk.begin, chunk.end);
+        // They come while the keys are turned.
+        for (int64_t lane = chunk.begin; lane < chunk.end; ++lane) values.prefetch(slots[lane]);
         pack_keys(keys, slots, chunk.begin, chunk.end, room.keys);
         pack_values(values, slots, chunk.begin, chunk.end, room.values);
     }
@@ -262,12 +278,11 @@ Limits block_parts(const Attention& args, const Chunk& chunk, const Room& room, 
     return limits;
 }
 
-// Computes the parts of every query of a tile for one chunk; f(first query, limits, rows, fresh)
+// Computes the parts of every query of a tile for one piece; f(first query, limits, rows, fresh)
 // takes them from room.block, as States::append does.
 template <int64_t kType, typename F>
-void chunk_parts(const Attention& args, const Tile& tile, int64_t group, int64_t index,
-                 const Room& room, F f) {
-    Chunk chunk = pack_chunk<kType>(args, tile, group, index, room);
+void piece_parts(const Attention& args, const Tile& tile, Piece piece, const Room& room, F f) {
+    Chunk chunk = pack_chunk<kType>(args, tile, piece, room);
     int64_t ratio = args.ratio(), num_queries = tile.num_rows * ratio;
     for (int64_t first = 0; first < num_queries; first += kRows) {
         int64_t count = std::min<int64_t>(kRows, num_queries - first);
@@ -276,7 +291,7 @@ void chunk_parts(const Attention& args, const Tile& tile, int64_t group, int64_t
         unsigned rows = 0, fresh = 0;
         for (int64_t i = 0; i < count; ++i) {
             int64_t row = tile.first_row + (first + i) / ratio;
-            int64_t head = group * ratio + (first + i) % ratio;
+            int64_t head = piece.group * ratio + (first + i) % ratio;
             queries[i] = args.query + row * args.query_stride + head * args.query_head_stride;
             seen[i] = visible_lanes(args, tile, chunk, row);
             if (seen[i].begin >= seen[i].end) continue;
@@ -287,41 +302,58 @@ void chunk_parts(const Attention& args, const Tile& tile, int64_t group, int64_t
     }
 }
 
-// One thread does every chunk of a tile and head, one after another.
+// The pieces of some heads of a tile, in the order in which they are computed: all heads of a chunk
+// and then the next chunk, since the heads of a slot lie side by side.
+struct Pieces {
+    int64_t first_group, num_groups, first_chunk, num_chunks;
+
+    int64_t count() const { return num_groups * num_chunks; }
+    Piece operator[](int64_t i) const {
+        return {first_group + i % num_groups, first_chunk + i / num_groups};
+    }
+};
+
+// One thread does every chunk of some heads of a tile.
 template <int64_t kType>
-void whole_tile(const Attention& args, const Tile& tile, int64_t group, const Room& room) {
-    int64_t ratio = args.ratio();
+void whole_tile(const Attention& args, const Tile& tile, int64_t first_group, int64_t num_groups,
+                const Room& room) {
+    int64_t ratio = args.ratio(), num_queries = tile.num_rows * ratio;
+    Pieces pieces = {first_group, num_groups, tile.first_chunk(), tile.num_chunks()};
     States states = room.states;
-    for (int64_t i = 0; i < tile.num_chunks(); ++i)
-        chunk_parts<kType>(
-            args, tile, group, tile.first_chunk() + i, room,
-            [&](int64_t first, const Limits& limits, unsigned rows, unsigned fresh) {
-                states.append(first, room.block, limits, rows, fresh);
-            });
-    for (int64_t query = 0; query < tile.num_rows * ratio; ++query)
-        states.write(query, args.out_row(tile.first_row + query / ratio, group * ratio + query % ratio),
-                     args.head_size);
+    for (int64_t i = 0; i < pieces.count(); ++i)
+        piece_parts<kType>(args, tile, pieces[i], room,
+                           [&](int64_t first, const Limits& limits, unsigned rows, unsigned fresh) {
+                               states.append(i % num_groups * num_queries + first, room.block,
+                                             limits, rows, fresh);
+                           });
+    for (int64_t at = 0; at < num_groups * num_queries; ++at) {
+        int64_t group = first_group + at / num_queries, query = at % num_queries;
+        float* out = args.out_row(tile.first_row + query / ratio, group * ratio + query % ratio);
+        states.write(at, out, args.head_size);
+    }
 }
 
-// Computes one chunk of a tile and head and stores the parts: out[query][chunk], `num_chunks` apart.
+// Computes one piece of a tile and stores its parts: parts[group][query][chunk].
 template <int64_t kType>
-void split_tile(const Attention& args, const Tile& tile, int64_t group, int64_t index,
-                const Room& room, float* out) {
-    int64_t width = args.padded_size(), stride = tile.num_chunks() * part_floats(args);
-    chunk_parts<kType>(args, tile, group, index, room,
-                       [&](int64_t first, const Limits& limits, unsigned rows, unsigned) {
-                           for (; rows; rows &= rows - 1) {
-                               int i = __builtin_ctz(rows);
-                               float* part = out + (first + i) * stride;
-                               std::memcpy(part, room.block + i * width,
-                                           static_cast<size_t>(width) * 4);
-                               part[width] = limits.largest[i];
-                               part[width + 1] = limits.sum[i];
-                           }
-                       });
+void split_tile(const Attention& args, const Tile& tile, Piece piece, const Room& room,
+                float* parts) {
+    int64_t width = args.padded_size(), num_queries = tile.num_rows * args.ratio();
+    piece_parts<kType>(
+        args, tile, piece, room,
+        [&](int64_t first, const Limits& limits, unsigned rows, unsigned) {
+            for (; rows; rows &= rows - 1) {
+                int i = __builtin_ctz(rows);
+                int64_t query = piece.group * num_queries + first + i;
+                int64_t at = query * tile.num_chunks() + piece.chunk - tile.first_chunk();
+                float* part = parts + at * part_floats(args);
+                std::memcpy(part, room.block + i * width, static_cast<size_t>(width) * 4);
+                part[width] = limits.largest[i];
+                part[width + 1] = limits.sum[i];
+            }
+        });
 }
 
-// Puts the stored parts of the rows of a tile together; `parts` is [query][chunk] for each group.
+// Puts the stored parts of the rows of a tile together; `parts` is as split_tile left them.
 void merge_tile(const Attention& args, const Tile& tile, const float* parts, const Room& room,
                 Thread& thread) {
     int64_t stride = part_floats(args), ratio = args.ratio(), num_chunks = tile.num_chunks();
@@ -340,17 +372,30 @@ void merge_tile(const Attention& args, const Tile& tile, const float* parts, con
     }
 }
 
-// Whether chunks of one tile go to different threads: where whole tiles would leave threads idle,
-// and the parts have room.
-bool splits(const Attention& args, const Thread& thread, int64_t capacity) {
-    int64_t parts = 0, total = 0, largest = 0;
+// How work is divided; it changes no bit.
+struct Division {
+    bool chunks;  // chunks of one tile go to different threads, and the parts are merged afterwards
+    bool heads;   // so do key-value heads
+};
+
+// As little as keeps every thread busy: slots are read front to back where one thread does all of
+// their heads.
+Division divide(const Attention& args, const Thread& thread, int64_t capacity) {
+    int64_t parts = 0, total = 0, largest = 0, num_chunks = 0, most_rows = 0;
     each_tile(args, [&](const Tile& tile) {
         parts += tile.num_rows * args.num_heads * tile.num_chunks() * part_floats(args);
         int64_t cost = (tile.num_rows * args.ratio() + 8) * tile.num_chunks();
-        total += cost * args.num_groups;
+        total += cost;
         largest = std::max(largest, cost);
+        num_chunks += tile.num_chunks();
+        most_rows = std::max(most_rows, tile.num_rows);
     });
-    return thread.count > 1 && parts <= capacity && largest * 4 * thread.count > total;
+    bool fits = most_rows * args.num_heads <= kTileQueries;
+    int64_t share = total / (4 * thread.count);
+    if (thread.count == 1 || (fits && largest <= share)) return {false, !fits};
+    bool few_chunks = num_chunks < 4 * thread.count;
+    if (parts > capacity || largest <= share * args.num_groups) return {false, true};
+    return {true, !fits || few_chunks};
 }
 
 template <int64_t kType>
@@ -358,26 +403,24 @@ void attend(const Attention& args, Thread& thread) {
     Room room(args, thread.index);
     float* parts = Room(args, thread.count - 1).end;
     float* scratch_end = reinterpret_cast<float*>(args.scratch + args.scratch_bytes);
-    bool split = splits(args, thread, scratch_end - parts);
-    int64_t stride = part_floats(args), groups = args.num_groups;
+    Division division = divide(args, thread, scratch_end - parts);
+    int64_t stride = part_floats(args), per_unit = division.heads ? 1 : args.num_groups;
     int64_t unit = thread.take(1), first_unit = 0;
     float* tile_parts = parts;
     each_tile(args, [&](const Tile& tile) {
-        int64_t num_chunks = tile.num_chunks(), num_queries = tile.num_rows * args.ratio();
-        int64_t num_units = groups * (split ? num_chunks : 1);
-        for (; unit < first_unit + num_units; unit = thread.take(1)) {
-            int64_t group = (unit - first_unit) % groups, i = (unit - first_unit) / groups;
-            if (!split) {
-                whole_tile<kType>(args, tile, group, room);
-                continue;
-            }
-            split_tile<kType>(args, tile, group, tile.first_chunk() + i, room,
-                              tile_parts + (group * num_queries * num_chunks + i) * stride);
+        Pieces pieces = {0, args.num_groups, tile.first_chunk(), tile.num_chunks()};
+        int64_t num_units = (division.chunks ? pieces.count() : args.num_groups) / per_unit;
+        while (unit < first_unit + num_units) {
+            int64_t first = (unit - first_unit) * per_unit;
+            for (int64_t i = first; division.chunks && i < first + per_unit; ++i)
+                split_tile<kType>(args, tile, pieces[i], room, tile_parts);
+            if (!division.chunks) whole_tile<kType>(args, tile, first, per_unit, room);
+            unit = thread.take(1);
         }
         first_unit += num_units;
-        tile_parts += groups * num_queries * num_chunks * stride;
+        tile_parts += tile.num_rows * args.num_heads * tile.num_chunks() * stride;
     });
-    if (!split) return;
+    if (!division.chunks) return;
     thread.barrier();
     tile_parts = parts;
     each_tile(args, [&](const Tile& tile) {

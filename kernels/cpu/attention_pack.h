@@ -81,6 +81,10 @@ struct CachedHead {
     const char* row(int64_t slot) const { return data + slot * slot_stride * kBytes; }
     float scale(int64_t slot) const { return scales[slot * scale_stride]; }
 
+    void prefetch(int64_t slot) const {
+        for (int64_t at = 0; at < head_size * kBytes; at += 64) __builtin_prefetch(row(slot) + at);
+    }
+
     // 64 bytes from element `at` of a row, zeros past the head's end.
     Floats words(const char* row, int64_t at) const {
         const char* from = row + at * kBytes;
