@@ -19,7 +19,7 @@ from headway.kernels.packed import PackedWeight
 
 
 def empty_model(
-    config: PreTrainedConfig, dtype: torch.dtype = torch.float32, attention: str = "sdpa"
+    config: PreTrainedConfig, dtype: torch.dtype = torch.float32, attention: str = "eager"
 ) -> PreTrainedModel:
     """Return the model's class with weights that take no memory and have no values."""
     untyped: Any = AutoModelForCausalLM

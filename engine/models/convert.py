@@ -57,7 +57,8 @@ def keyed_folder(kind: str, source: Path, files: Sequence[Path], *settings: obje
     parts = [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
     identity = " ".join([str(source.resolve()), *parts, *map(str, settings)])
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return cache_folder() / kind / f"{source.stem}-{key}"
+    stem = source.stem if source.is_file() else source.name
+    return cache_folder() / kind / f"{stem}-{key}"
 
 
 def write_papers(folder: Path, file: GGUFFile, config: PreTrainedConfig) -> None:

@@ -115,7 +115,7 @@ def pack_weights(
     config = _read_config(path)
     _num_weights(path)
     own_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    read_floats = partial(_read_model, path, config, own_dtype, "sdpa", torch.device("cpu"))
+    read_floats = partial(_read_model, path, config, own_dtype, "eager", torch.device("cpu"))
     return pack_folder(path, quantize, config, read_floats, progress)
 
 

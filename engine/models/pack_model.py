@@ -224,8 +224,15 @@ def _tensors(
     for path in files:
         with safe_open(path, framework="pt") as file:
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    head = found.pop(tied or "", None)
+    if head is not None and not any(
+        value.shape == head.shape and torch.equal(value, head) for value in found.values()
+    ):
+        raise ModelLoadError(
+            f"{files[0].parent}: config.json says that the output head is the embedding "
+            f"(tie_word_embeddings), and {tied} is another matrix. Correct one of them."
+        )
     expected = {name: value.shape for name, value in model.state_dict().items() if name != tied}
-    found.pop(tied or "", None)
     if {name: value.shape for name, value in found.items()} == expected:
         return found
     return {name: value for name, value in read_floats().state_dict().items() if name != tied}

@@ -13,7 +13,13 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
 
 from headway.engine.config import Quantize
 from headway.engine.errors import ModelLoadError
@@ -222,6 +228,51 @@ def test_a_checkpoint_that_lacks_weights_is_refused(cache: Path, tmp_path: Path)
     save_file(tensors, weights, metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match="lacks 1 of the model's weights"):
         load_model(str(tmp_path / "m"), quantize="int8")
+
+
+def test_a_tied_head_of_its_own_is_refused(cache: Path, tmp_path: Path) -> None:
+    """transformers would not tie it; as it would not, neither may the embedding take its place."""
+    tiny_family("qwen3", tie_word_embeddings=True).save_pretrained(tmp_path / "m")
+    weights = tmp_path / "m" / "model.safetensors"
+    tensors = load_file(weights)
+    embedding = tensors["model.embed_tokens.weight"]
+    for head, is_refused in ((embedding.clone(), False), (embedding + 1, True)):
+        save_file({**tensors, "lm_head.weight": head}, weights, metadata={"format": "pt"})
+        if is_refused:
+            with pytest.raises(ModelLoadError, match=r"lm_head\.weight is another matrix"):
+                load_model(str(tmp_path / "m"), quantize="int8")
+        else:
+            load_model(str(tmp_path / "m"), quantize="int8")
+
+
+MOE: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "mixtral": (MixtralConfig, {"num_local_experts": 4}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize(("config_type", "sizes"), MOE.values(), ids=MOE)
+def test_experts_stay_floats(
+    config_type: type[PreTrainedConfig], sizes: dict[str, Any], cache: Path, tmp_path: Path
+) -> None:
+    """Their checkpoints name experts one by one; transformers makes one tensor of them."""
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    config = config_type(vocab_size=67, **small, **heads, **sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model.save_pretrained(tmp_path / "m")
+    loaded = load_model(str(tmp_path / "m"), quantize="int8", activations="fp32").model
+    packed = {f"{name}.weight" for name, each in loaded.named_modules() if is_packed(each)}
+    assert len(packed) == 2 * 4 + 2
+    for name in packed:
+        value = model.get_parameter(name)
+        value.copy_(unpack(pack(value.clone(), "q8")))
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=1e-4)
 
 
 def test_end_ids_are_the_generation_configs(cache: Path, tmp_path: Path) -> None:
