@@ -6,6 +6,7 @@ hits them all. Prints one table; --record keeps the numbers in tests/bench/resul
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -102,14 +103,14 @@ def run(arguments: argparse.Namespace) -> int:
     found: dict[str, dict[str, list[float]]] = {}
     notes: dict[str, str] = {}
     try:
-        plan, settings = _prepare(arguments, peers, console)
+        plan, settings = _prepare(arguments, console)
         for name in arguments.peers:
-            if name not in [peer.name for peer in peers]:
-                try:
-                    peers.append(Process(name, python_of(name, arguments.env), settings))
-                except PeerFailed as error:
-                    notes[name] = str(error)
-                    console.print(f"left out: {error}", markup=False)
+            console.print(f"loading {name}")
+            try:
+                peers.append(Process(name, python_of(name, arguments.env), settings))
+            except PeerFailed as error:
+                notes[name] = str(error)
+                console.print(f"left out: {error}", markup=False)
         for round_index in range(plan.num_rounds):
             found_now = _round(plan, round_index, peers, notes, console, deadline)
             if found_now is None:
@@ -160,10 +161,11 @@ def _round(
     return found
 
 
-def _prepare(
-    arguments: argparse.Namespace, peers: list[Process], console: Console
-) -> tuple[Plan, dict[str, Any]]:
-    """Load Headway, and have it tell the prompts' tokens and where the weights are."""
+def _prepare(arguments: argparse.Namespace, console: Console) -> tuple[Plan, dict[str, Any]]:
+    """Have Headway tell the prompts' tokens and where the weights are.
+
+    In a process that ends with that: what is made once, and cached, counts in nobody's memory.
+    """
     settings = {
         "name": arguments.model,
         "heads": arguments.heads,
@@ -171,12 +173,12 @@ def _prepare(
         "max_context_tokens": arguments.max_context_tokens,
         "max_streams": max(arguments.streams),
     }
-    console.print(f"loading {arguments.model}")
-    first = next(name for name in arguments.peers if name in OURS)
-    peers.append(Process(first, python_of(first, arguments.env), settings))
+    console.print(f"preparing {arguments.model}")
     chosen = pick(read_prompts(arguments.prompts), arguments.num_prompts)
     texts = [prompt.prompt for prompt in chosen]
-    prompts = peers[0].ask({"do": "tokenize", "texts": texts})["tokenize"]
+    with contextlib.closing(Process("headway-plain", sys.executable, settings)) as process:
+        prompts = process.ask({"do": "tokenize", "texts": texts})["tokenize"]
+        weights = process.ask({"do": "describe"})["describe"]
     room = arguments.max_context_tokens - arguments.max_new_tokens
     prompts = [prompt for prompt in prompts if len(prompt) <= room]
     if len(prompts) < len(texts):
@@ -192,7 +194,7 @@ def _prepare(
         arguments.max_new_tokens,
         arguments.limit_seconds,
     )
-    return plan, {**settings, **peers[0].ask({"do": "describe"})["describe"]}
+    return plan, {**settings, **weights}
 
 
 def _warm_up(peer: Process, plan: Plan) -> None:
