@@ -54,9 +54,7 @@ def test_figures_agree_with_each_other(record: Any) -> None:
         assert 0 < step["overhead"]["p50"] < step["step"]["p50"]
         assert set(case["tau_by_category"]) == {"x", "y"}
     off, suffix = record["cases"][:2]
-    assert off["pass_ms"] == {}
-    assert list(suffix["pass_ms"])[:3] == ["1", "2", "3"]
-    assert min(suffix["pass_ms"].values()) > 0
+    assert off["pass_ms"] == suffix["pass_ms"] == {}  # drafts are chosen by none here
     assert off["tau"] == 1.0
     assert suffix["tau"] > 1.0
     assert off["num_new_tokens"] == suffix["num_new_tokens"]
