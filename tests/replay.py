@@ -158,7 +158,7 @@ def recital_loop(
         "num_threads": 1,
         **engine,
     }
-    config = EngineConfig(**changes)
+    config = EngineConfig(**{"adaptive_drafts": False, **changes})
     drafter = None if mode == OFF else KnowingDrafter(recital)
     model = recital.model(config.max_context_tokens or 512)
     model.set_attn_implementation(ATTENTION)
