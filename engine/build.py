@@ -86,7 +86,7 @@ def build_engine(
     torch.set_num_threads(config.num_threads or usable_cores())
     num_blocks = _num_blocks(model, config)
     dtype = _cache_dtype(model, config)
-    cache = KVCache(model.config, num_blocks, config.block_size, dtype, model.device)
+    cache = KVCache(model.config, num_blocks, config.block_size, dtype, model.device, team)
     use_team(model, team)
     engine = Engine(
         ModelRunner(model, _compiled(model, cache, config, team)),

@@ -67,6 +67,8 @@ class _Pass(torch.nn.Module):
 class _CacheView:
     """As much of a KVCache as attention reads while it is traced."""
 
+    team = None
+
     def __init__(self, data: torch.Tensor, scales: torch.Tensor | None, block_size: int) -> None:
         self.data = data
         self.scales = scales

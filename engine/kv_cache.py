@@ -6,6 +6,7 @@ import torch
 from transformers import PretrainedConfig
 
 from headway.kernels.attention import move_kv
+from headway.kernels.cpu.library import Team
 
 
 class KVCache:
@@ -23,10 +24,13 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        team: Team | None = None,
     ) -> None:
+        """team: threads for the kernels that read and write the cache; None for plain torch."""
         layers, heads, head_size = _shape(config)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.team = team
         shape = (layers, 2, num_blocks * block_size, heads)
         # Not zeroed: every slot is written before it is read, and untouched pages cost no memory.
         self.data = torch.empty(*shape, head_size, dtype=dtype, device=device)
@@ -37,9 +41,9 @@ class KVCache:
         if not moves:
             return
         sources, targets = torch.tensor(moves, device=self.data.device).T
-        move_kv(self.data, sources, targets)
+        move_kv(self.data, sources, targets, self.team)
         if self.scales is not None:
-            move_kv(self.scales[..., None], sources, targets)
+            move_kv(self.scales[..., None], sources, targets, self.team)
 
 
 def block_bytes(config: PretrainedConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from headway.kernels.attention import paged_attention, write_kv
 from headway.kernels.choices import Activations
+from headway.kernels.cpu.library import Team
 from headway.kernels.pack import row_chunks, unpack, unpack_rows
 from headway.kernels.packed import FORMATS, LANES, FormatName, PackedWeight
 from headway.kernels.reference import linear as reference
@@ -57,7 +58,7 @@ def _embedding(
     return rows.contiguous().view(*token_ids.shape, num_columns)
 
 
-def _attention(
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -75,6 +76,7 @@ def _attention(
     window: int | None = None,
     softcap: float | None = None,
     scales: torch.Tensor | None = None,
+    team: Team | None = None,
 ) -> torch.Tensor:
     """Write one layer's keys and values to `slots` of the cache, then attend: [1, T, H, D].
 
@@ -92,6 +94,7 @@ def _attention(
         slots,
         key_scales=key_scales,
         value_scales=value_scales,
+        team=team,
     )
     output = paged_attention(
         query[0].transpose(0, 1),
@@ -109,6 +112,7 @@ def _attention(
         scale=scale,
         window=window,
         softcap=softcap,
+        team=team,
     )
     return output[None].contiguous()
 
@@ -147,7 +151,7 @@ _SCHEMAS = {
 _BODIES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "linear": (_linear, _fake_linear),
     "embedding": (_embedding, _fake_embedding),
-    "attention": (_attention, _fake_attention),
+    "attention": (attend, _fake_attention),
 }
 for _name, _schema in _SCHEMAS.items():
     _body, _fake = _BODIES[_name]

@@ -10,6 +10,7 @@ import torch
 from transformers import AttentionInterface
 
 from headway.engine.batch import ForwardInput
+from headway.kernels.ops import attend
 from headway.kernels.ops import attention as attention_op
 
 ATTENTION = "headway"
@@ -34,11 +35,12 @@ def attention(
     query: [1, H, T, D]; key, value: [1, G, T, D], rotated. Returns [1, T, H, D].
     """
     untyped: Any = module
-    output = attention_op(
+    cache = forward_input.cache
+    arguments = (
         query,
         key,
         value,
-        forward_input.cache.data,
+        cache.data,
         forward_input.slots,
         forward_input.block_tables,
         forward_input.cu_lengths,
@@ -47,12 +49,14 @@ def attention(
         forward_input.positions,
         forward_input.tree_masks,
         untyped.layer_idx,
-        forward_input.cache.block_size,
+        cache.block_size,
         scaling,
         sliding_window,
         softcap,
-        forward_input.cache.scales,
+        cache.scales,
     )
+    # The operator, which a captured graph shows as one node, knows no team.
+    output = attention_op(*arguments) if cache.team is None else attend(*arguments, cache.team)
     return output, None
 
 
