@@ -5,7 +5,7 @@
 
 namespace headway {
 
-constexpr int kMostDotRows = 12;
+constexpr int kMostDotRows = 8;
 
 // The codes of four inputs, or of two times four where a byte holds two codes.
 struct Codes {

@@ -89,33 +89,38 @@ HEADWAY_INLINE inline void add_pairs(const float* const (&rows)[kRows], int64_t 
     }
 }
 
-// out[p][r][lane], where panels are `panel_bytes` and their sums kRowChunk rows apart.
-template <int kFormat, int kRows, int kPanels>
+// How the inputs of a panel come to be floats.
+enum FloatKind { kAsTheyAre, kInPairs, kExpanded };
+
+// out[p][r][lane], where panels are `panel_bytes` and their sums kRowChunk rows apart. Quantised
+// formats share one loop, and `expand` makes floats of a block.
+template <FloatKind kKind, int kRows, int kPanels>
 void float_rows(const Product& product, const uint8_t* panel, int64_t panel_bytes,
-                int64_t first_row, float* out) {
-    static constexpr Format kForm = kFormats[kFormat];
+                int64_t first_row, void (*expand)(const uint8_t* block, float* to), float* out) {
     const float* rows[kRows];
     FloatSums<kRows, kPanels> sums;
     unrolled<kRows>([&](auto r) HEADWAY_INLINE {
         rows[r] = product.float_row(first_row + r);
         unrolled<kPanels>([&](auto p) HEADWAY_INLINE { sums.at[r][p] = zeros(); });
     });
-    [[maybe_unused]] const float* weights[kPanels];
-    if constexpr (kFormat == kF32) {
+    if constexpr (kKind == kAsTheyAre) {
+        const float* weights[kPanels];
         unrolled<kPanels>([&](auto p) HEADWAY_INLINE {
             weights[p] = reinterpret_cast<const float*>(panel + p * panel_bytes);
         });
         add_inputs<kRows, kPanels>(rows, 0, weights, product.num_inputs, sums);
-    } else if constexpr (kFormat == kBf16) {
+    } else if constexpr (kKind == kInPairs) {
         add_pairs<kRows, kPanels>(rows, product.num_inputs, panel, panel_bytes, sums);
     } else {
-        alignas(64) float values[kPanels][kForm.block * kLanes];
+        alignas(64) float values[kPanels][kBlock * kLanes];
+        const float* weights[kPanels];
         unrolled<kPanels>([&](auto p) HEADWAY_INLINE { weights[p] = values[p]; });
-        for (int64_t k = 0; k < product.num_inputs; k += kForm.block, panel += kForm.block_bytes()) {
-            for (int p = 0; p < kPanels; ++p)
-                expand_block<kFormat>(panel + p * panel_bytes, values[p]);
-            int64_t count = std::min<int64_t>(kForm.block, product.num_inputs - k);
+        const Format& format = kFormats[product.format];
+        for (int64_t k = 0; k < product.num_inputs; k += format.block) {
+            for (int p = 0; p < kPanels; ++p) expand(panel + p * panel_bytes, values[p]);
+            int64_t count = std::min<int64_t>(format.block, product.num_inputs - k);
             add_inputs<kRows, kPanels>(rows, k, weights, count, sums);
+            panel += format.block_bytes();
         }
     }
     unrolled<kRows>([&](auto r) HEADWAY_INLINE {

@@ -21,8 +21,9 @@ const bool has_tiles = request_tiles();
 
 using DotLoop = void (*)(const RowBlock* rows, int first, const uint8_t* panel, int64_t num_blocks,
                          float* out);
+using Expand = void (*)(const uint8_t* block, float* to);
 using FloatLoop = void (*)(const Product&, const uint8_t* panel, int64_t panel_bytes,
-                           int64_t first_row, float* out);
+                           int64_t first_row, Expand expand, float* out);
 
 // loops[n - 1] takes n rows.
 template <int kFormat, int... kCounts>
@@ -30,9 +31,9 @@ DotLoop dot_loop(int64_t num_rows, std::integer_sequence<int, kCounts...>) {
     constexpr DotLoop kLoops[] = {dot_rows<kFormat, kCounts + 1>...};
     return kLoops[num_rows - 1];
 }
-template <int kFormat, int kPanels, int... kCounts>
+template <FloatKind kKind, int kPanels, int... kCounts>
 FloatLoop float_loop(int64_t num_rows, std::integer_sequence<int, kCounts...>) {
-    constexpr FloatLoop kLoops[] = {float_rows<kFormat, kCounts + 1, kPanels>...};
+    constexpr FloatLoop kLoops[] = {float_rows<kKind, kCounts + 1, kPanels>...};
     return kLoops[num_rows - 1];
 }
 
@@ -44,27 +45,34 @@ void in_parts(int64_t count, int64_t most, Work work) {
         work(part * count / num_parts, (part + 1) * count / num_parts);
 }
 
-template <int kFormat, int kPanels>
+constexpr Expand kExpand[kNumFormats] = {
+    nullptr,           nullptr,            expand_block<kQ4_0>, expand_block<kQ4_1>,
+    expand_block<kQ8>, expand_block<kQ4K>, expand_block<kQ8_1>, expand_block<kQ8K>,
+    expand_block<kQ6K>,
+};
+
+template <FloatKind kKind, int kPanels>
 void float_panels(const Product& product, const uint8_t* panel, int64_t panel_bytes,
                   int64_t first_row, int64_t num_rows, float* sums) {
     in_parts(num_rows, kMostFloatRows, [&](int64_t begin, int64_t end) {
         auto counts = std::make_integer_sequence<int, kMostFloatRows>();
-        FloatLoop loop = float_loop<kFormat, kPanels>(end - begin, counts);
-        loop(product, panel, panel_bytes, first_row + begin, sums + begin * kLanes);
+        FloatLoop loop = float_loop<kKind, kPanels>(end - begin, counts);
+        Expand expand = kExpand[product.format];
+        loop(product, panel, panel_bytes, first_row + begin, expand, sums + begin * kLanes);
     });
 }
 
-template <int kFormat>
+template <FloatKind kKind>
 void float_chunk(const Product& product, const uint8_t* panel, int64_t panel_bytes,
                  int64_t num_panels, int64_t first_row, int64_t num_rows, ChunkSums& sums) {
     if (num_panels == kMostFloatPanels) {
-        float_panels<kFormat, kMostFloatPanels>(product, panel, panel_bytes, first_row, num_rows,
-                                                sums.at[0]);
+        float_panels<kKind, kMostFloatPanels>(product, panel, panel_bytes, first_row, num_rows,
+                                              sums.at[0]);
         return;
     }
     for (int64_t p = 0; p < num_panels; ++p)
-        float_panels<kFormat, 1>(product, panel + p * panel_bytes, panel_bytes, first_row, num_rows,
-                                 sums.at[p]);
+        float_panels<kKind, 1>(product, panel + p * panel_bytes, panel_bytes, first_row, num_rows,
+                               sums.at[p]);
 }
 
 template <int kFormat>
@@ -103,11 +111,11 @@ void dot_chunk(const Product& product, const uint8_t* panel, int64_t panel_bytes
 using ChunkLoop = void (*)(const Product&, const uint8_t* panel, int64_t panel_bytes,
                            int64_t num_panels, int64_t first_row, int64_t num_rows, ChunkSums&);
 
-constexpr ChunkLoop kFloatChunks[kNumFormats] = {
-    float_chunk<kF32>, float_chunk<kBf16>, float_chunk<kQ4_0>, float_chunk<kQ4_1>,
-    float_chunk<kQ8>,  float_chunk<kQ4K>,  float_chunk<kQ8_1>, float_chunk<kQ8K>,
-    float_chunk<kQ6K>,
-};
+ChunkLoop float_chunk_of(int64_t format) {
+    if (format == kF32) return float_chunk<kAsTheyAre>;
+    return format == kBf16 ? float_chunk<kInPairs> : float_chunk<kExpanded>;
+}
+
 // Rows are quantised only for weights that are.
 constexpr ChunkLoop kDotChunks[kNumFormats] = {
     nullptr,         nullptr,          dot_chunk<kQ4_0>, dot_chunk<kQ4_1>, dot_chunk<kQ8>,
@@ -121,8 +129,9 @@ void chunk_sums(const Product& product, int64_t panel, int64_t num_panels, int64
     const Format& format = kFormats[product.format];
     int64_t panel_bytes = ceil_div(product.num_inputs, format.block) * format.block_bytes();
     const uint8_t* at = product.weight + panel * panel_bytes;
-    const auto& loops = product.quantised ? kDotChunks : kFloatChunks;
-    loops[product.format](product, at, panel_bytes, num_panels, first_row, num_rows, sums);
+    ChunkLoop loop =
+        product.quantised ? kDotChunks[product.format] : float_chunk_of(product.format);
+    loop(product, at, panel_bytes, num_panels, first_row, num_rows, sums);
 }
 
 }  // namespace headway
