@@ -87,18 +87,18 @@ def pass_of(case: Case, dtype: torch.dtype, team: Team) -> tuple[Callable[[], No
         word
         for layer in range(LAYERS)
         for word in kernel.encode(
-            dict(
-                query=query, query_stride=HEADS * SIZE, query_head_stride=SIZE,
-                key_cache=cache[layer, 0], value_cache=cache[layer, 1],
-                key_scales=scales[layer, 0], value_scales=scales[layer, 1],
-                cache_type=CACHE_TYPES[dtype], slot_stride=GROUPS * SIZE,
-                block_tables=tables, table_stride=tables.stride(0), block_size=BLOCK,
-                cu_lengths=tensors[1], context_lengths=tensors[2], span_lengths=tensors[3],
-                positions=tensors[4], tree_masks=tensors[5], num_sequences=len(blocks),
-                num_heads=HEADS, num_groups=GROUPS, head_size=SIZE, window=case.window,
-                scale=0.125, softcap=0.0, out=out, out_stride=HEADS * SIZE, out_head_stride=SIZE,
-                scratch=scratch, scratch_bytes=num_bytes,
-            )
+            {
+                "query": query, "query_stride": HEADS * SIZE, "query_head_stride": SIZE,
+                "key_cache": cache[layer, 0], "value_cache": cache[layer, 1],
+                "key_scales": scales[layer, 0], "value_scales": scales[layer, 1],
+                "cache_type": CACHE_TYPES[dtype], "slot_stride": GROUPS * SIZE,
+                "block_tables": tables, "table_stride": tables.stride(0), "block_size": BLOCK,
+                "cu_lengths": tensors[1], "context_lengths": tensors[2], "span_lengths": tensors[3],
+                "positions": tensors[4], "tree_masks": tensors[5], "num_sequences": len(blocks),
+                "num_heads": HEADS, "num_groups": GROUPS, "head_size": SIZE, "window": case.window,
+                "scale": 0.125, "softcap": 0.0, "out": out, "out_stride": HEADS * SIZE, "out_head_stride": SIZE,
+                "scratch": scratch, "scratch_bytes": num_bytes,
+            }
         )
     ]  # fmt: skip
     program = np.array(words, dtype=np.int64)
@@ -128,7 +128,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(1)
     clock = time.thread_time if options.threads == 1 else time.perf_counter
-    library = Library(build(options.level, Path(gettempdir()) / "headway-bench"))
+    library = Library(build(options.level, Path(gettempdir()) / "headway-bench"), options.level)
     team = Team(library, options.threads)
     print(f"{'ms per pass':32}" + "".join(f"{name:>28}" for name in options.dtype))
     for case in CASES:
