@@ -161,7 +161,8 @@ def target_sketch(model: Any) -> Tensor:
     ids = torch.linspace(0, text.vocab_size - 1, 64).long().to(ends.device)
     places = torch.linspace(0, text.hidden_size - 1, 4).long().to(ends.device)
     with torch.no_grad():
-        return ends.embed(ids)[:, places].flatten().float().cpu()
+        embeddings: Tensor = ends.embed(ids)
+    return embeddings[:, places].flatten().float().cpu()
 
 
 def _architecture(model: Any) -> dict[str, object]:
