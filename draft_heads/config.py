@@ -14,6 +14,9 @@ from headway.engine.models.store import DEFAULT_MODEL
 Loss = Literal["hard", "soft"]
 TreeName = Literal["chain", "eight"]
 
+MIN_DRAFT_VOCAB = 16
+"""Room for the tokens that end an answer, and for all ranks of a tree."""
+
 
 @dataclass(frozen=True, slots=True)
 class HydraConfig:
@@ -53,6 +56,8 @@ class HeadsTrainConfig:
     """Heads, and so the deepest draft."""
     tree: TreeName = "chain"
     """Tree that is drafted: a chain of one node a head, or eight nodes on five levels."""
+    draft_vocab_size: int = 8192
+    """Draft only this many tokens, those that the answers use most; 0 drafts any. Fewer cost less."""
     own_output_heads: bool = False
     """Give each head a vocabulary projection of its own, as published: far larger heads."""
     epochs: int = 3
@@ -101,6 +106,9 @@ class HeadsTrainConfig:
             for name, low in least.items()
             if getattr(self, name) < low
         ]
+        if self.draft_vocab_size and self.draft_vocab_size < MIN_DRAFT_VOCAB:
+            allowed = f"0 or at least {MIN_DRAFT_VOCAB}"
+            bad.append(("draft_vocab_size", self.draft_vocab_size, allowed))
         if not 0 < self.learning_rate < 1:
             bad.append(("learning_rate", self.learning_rate, "between 0 and 1"))
         if not 0 <= self.weight_decay < 1:

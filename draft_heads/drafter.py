@@ -8,10 +8,13 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from headway.draft_heads.branches import Branches, TorchBranches
 from headway.draft_heads.hydra import HydraHeads
+from headway.draft_heads.native import NativeBranches
 from headway.draft_heads.tree_shape import TreeShape
 from headway.engine.sequence import Sequence
 from headway.engine.tree import Commit, DraftTree
+from headway.kernels.cpu.library import Team
 
 
 class HydraDrafter:
@@ -24,8 +27,11 @@ class HydraDrafter:
     name = "hydra"
     needs_hidden = True
 
-    def __init__(self, heads: HydraHeads) -> None:
-        self._heads = heads
+    def __init__(self, heads: HydraHeads, team: Team | None = None) -> None:
+        """team: the engine's threads; without them, and on a GPU, the heads run in torch."""
+        self._branches: Branches = (
+            TorchBranches(heads) if team is None else NativeBranches(heads, team)
+        )
         shape = heads.config.tree
         self._prefixes = [shape.prefix(num_nodes) for num_nodes in range(len(shape.paths) + 1)]
         self._hidden: dict[Sequence, Tensor] = {}
@@ -64,7 +70,6 @@ class HydraDrafter:
         """Drop the hidden state of a sequence that ended or lost its cache blocks."""
         self._hidden.pop(sequence, None)
 
-    @torch.inference_mode()
     def _draft(self, sequences: Seq[Sequence], shapes: Seq[TreeShape]) -> list[DraftTree]:
         """Fill the shapes with tokens, one level of all sequences at a time."""
         hidden = torch.stack([self._hidden[sequence] for sequence in sequences])
@@ -72,36 +77,23 @@ class HydraDrafter:
         survivals = [[1.0] for _ in sequences]  # [sequence][node]
         num_levels = max(shape.num_levels for shape in shapes)
         width = max(shape.width for shape in shapes)
-        rows = [(i, 0) for i in range(len(sequences))]  # (sequence, node) where each branch ends
-        frontier = self._heads.begin(
-            hidden, torch.tensor([ids[0] for ids in tokens], device=hidden.device), num_levels
-        )
+        guesses = self._branches.begin(hidden, [ids[0] for ids in tokens], num_levels, width)
+        row_of = {(i, 0): i for i in range(len(sequences))}  # (sequence, node): its branch's row
         for level in range(num_levels):
-            logits = self._heads.logits(frontier).float()
-            best = logits.topk(width)
-            chances = (best.values - logits.logsumexp(-1, keepdim=True)).exp()
-            best_of = dict(zip(rows, best.indices.tolist(), strict=True))
-            chance_of = dict(zip(rows, chances.tolist(), strict=True))
-            grown = [
-                (i, node)
-                for i, shape in enumerate(shapes)
-                if level < shape.num_levels
-                for node in shape.levels[level]
-            ]
-            for i, node in grown:
-                parent, rank = shapes[i].parents[node], shapes[i].ranks[node]
-                tokens[i].append(best_of[i, parent][rank])
-                survivals[i].append(survivals[i][parent] * chance_of[i, parent][rank])
-            row_of = {row: index for index, row in enumerate(rows)}
-            rows = [(i, node) for i, node in grown if node in shapes[i].inner]
-            if rows:
-                parents = [row_of[i, shapes[i].parents[node]] for i, node in rows]
-                new_ids = [tokens[i][node] for i, node in rows]
-                frontier = self._heads.extend(
-                    frontier,
-                    torch.tensor(parents, device=hidden.device),
-                    torch.tensor(new_ids, device=hidden.device),
-                )
+            parents: list[int] = []
+            next_row_of: dict[tuple[int, int], int] = {}
+            for i, shape in enumerate(shapes):
+                for node in shape.levels[level] if level < shape.num_levels else ():
+                    parent, rank = shape.parents[node], shape.ranks[node]
+                    row = row_of[i, parent]
+                    tokens[i].append(guesses.token_ids[row][rank])
+                    survivals[i].append(survivals[i][parent] * guesses.chances[row][rank])
+                    if node in shape.inner:
+                        next_row_of[i, node] = len(parents)
+                        parents.append(row)
+            row_of = next_row_of
+            if parents:
+                guesses = self._branches.extend(parents, [tokens[i][node] for i, node in row_of])
         return [
             DraftTree(tuple(ids), shape.parents, tuple(chances))
             for ids, shape, chances in zip(tokens, shapes, survivals, strict=True)

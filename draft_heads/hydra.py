@@ -2,11 +2,10 @@
 
 Knows hidden states and token ids, nothing of sequences, trees of a request, files or training data.
 
-Letters: N rows (branches), H hidden size, V vocabulary, K heads.
+Letters: N rows (branches), H hidden size, D tokens that may be drafted, K heads.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,28 +13,39 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headway.draft_heads.config import HydraConfig
-from headway.engine.runner import output_projection
+from headway.draft_heads.draft_vocabulary import check_draft_ids, narrowed, places_of
+from headway.engine.runner import bend, logit_softcap
 
 
 @dataclass(frozen=True, slots=True)
 class TargetEnds:
     """The two ends of the target model that heads borrow: frozen, never saved, never moved.
 
-    They are called, not read as weights, so that a model whose weights are packed will do.
+    They are called; what they are, plain modules or packed ones, matters to native.py alone.
     """
 
-    embed: Callable[[Tensor], Tensor]
+    embed: nn.Module
     """Token ids [...] to input embeddings [..., H]."""
-    project: Callable[[Tensor], Tensor]
-    """Last hidden states [..., H] to logits [..., V] float32."""
+    head: nn.Module
+    """Last hidden states [..., H] to logits [..., V] before `softcap`."""
+    softcap: float | None
     dtype: torch.dtype
     device: torch.device
 
     @classmethod
     def of(cls, model: Any) -> "TargetEnds":
         """Take the ends of a transformers model (Any: its class is known at run time alone)."""
-        embed = model.get_input_embeddings()
-        return cls(embed, output_projection(model), model.dtype, model.device)
+        return cls(
+            model.get_input_embeddings(),
+            model.get_output_embeddings(),
+            logit_softcap(model),
+            model.dtype,
+            model.device,
+        )
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Turn last hidden states [..., H] into logits [..., V] float32."""
+        return bend(self.head(hidden).float(), self.softcap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +84,25 @@ class HydraHeads(nn.Module):
     model as large as the model (95 % of SmolLM2-135M). Here all heads share the target's frozen one
     unless `own_output_heads`, and each z starts as h_t itself (R_i = [1 0 .. 0], the rest 0), where
     the target's projection makes sense; the published code draws R_i at random.
+
+    With `draft_ids` the heads score those tokens alone, with the target's rows for them.
     """
 
-    def __init__(self, config: HydraConfig, ends: TargetEnds) -> None:
+    draft_ids: Tensor | None
+
+    def __init__(
+        self, config: HydraConfig, ends: TargetEnds, draft_ids: Tensor | None = None
+    ) -> None:
+        """draft_ids: see draft_vocabulary.py. Raises ValueError for a bad one."""
         super().__init__()
         self.config = config
-        self._ends = ends
+        if draft_ids is not None:
+            check_draft_ids(draft_ids, config.vocab_size, config.tree.width)
+            draft_ids = draft_ids.to(ends.device)
+            ends = replace(ends, head=narrowed(ends.head, draft_ids))
+        self.ends = ends
+        """The target's ends, its output head with the tokens alone that may be drafted."""
+        self.register_buffer("draft_ids", draft_ids)
         size, num_heads = config.hidden_size, config.num_heads
         num_readers = [num_heads - max(0, place - 1) for place in range(num_heads + 1)]
         self.inputs = nn.ModuleList(
@@ -87,10 +110,23 @@ class HydraHeads(nn.Module):
             for place, readers in enumerate(num_readers)
         )
         self.outputs = nn.ModuleList(
-            nn.Linear(size, config.vocab_size)
+            nn.Linear(size, self.num_outputs)
             for _ in range(num_heads if config.own_output_heads else 0)
         )
         self._reset()
+
+    @property
+    def num_outputs(self) -> int:
+        """D, the logits that a head makes."""
+        return self.config.vocab_size if self.draft_ids is None else len(self.draft_ids)
+
+    def token_ids(self, places: Tensor) -> Tensor:
+        """Turn numbers of outputs into token ids."""
+        return places if self.draft_ids is None else self.draft_ids[places]
+
+    def places(self, labels: Tensor) -> Tensor:
+        """Turn labels into numbers of outputs, IGNORED where a head has none for a token."""
+        return places_of(labels, self.draft_ids)
 
     @torch.no_grad()
     def _reset(self) -> None:
@@ -103,9 +139,10 @@ class HydraHeads(nn.Module):
     @torch.no_grad()
     def copy_output_head(self) -> None:
         """Start the heads' own vocabulary projections, if any, as copies of the target's."""
-        units = torch.eye(self.config.hidden_size, dtype=self._ends.dtype, device=self._ends.device)
-        bias = self._ends.project(torch.zeros_like(units[0]))
-        weight = (self._ends.project(units) - bias).T
+        ends = self.ends
+        units = torch.eye(self.config.hidden_size, dtype=ends.dtype, device=ends.device)
+        bias = ends.project(torch.zeros_like(units[0]))
+        weight = (ends.project(units) - bias).T
         for output in self.outputs:
             output.get_parameter("weight").copy_(weight)
             output.get_parameter("bias").copy_(bias)
@@ -135,23 +172,24 @@ class HydraHeads(nn.Module):
         return residual + F.silu(gate)
 
     def project(self, level: int, features: Tensor) -> Tensor:
-        """Turn z [N, H] of head `level` into logits [N, V]."""
+        """Turn z [N, H] of head `level` into logits [N, D]."""
         if self.outputs:
             logits: Tensor = self.outputs[level](features)
             return logits
-        return self._ends.project(features.to(self._ends.dtype))
+        return self.ends.project(features.to(self.ends.dtype))
 
     def target_logits(self, hidden: Tensor) -> Tensor:
-        """Turn the target's own hidden states [N, H] into its logits [N, V]."""
-        return self._ends.project(hidden)
+        """Turn the target's own hidden states [N, H] into its logits [N, D]."""
+        return self.ends.project(hidden)
 
     def logits(self, frontier: Frontier) -> Tensor:
-        """Score the next token of each branch: [N, V]."""
+        """Score the next token of each branch: [N, D]."""
         return self.project(frontier.level, self.features(frontier))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Look token ids [...] up in the target's input embedding: [..., H]."""
-        return self._ends.embed(token_ids)
+        embeddings: Tensor = self.ends.embed(token_ids)
+        return embeddings
 
     def _feed(self, place: int, values: Tensor, num_levels: int) -> Tensor:
         """Multiply one input place for its first `num_levels` readers: [N, levels, 2, H]."""

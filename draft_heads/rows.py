@@ -2,7 +2,7 @@
 
 Serving and training run the heads through the same begin / extend / project.
 
-Letters: N rows, K heads, H hidden size, V vocabulary.
+Letters: N rows, K heads, H hidden size.
 """
 
 from collections.abc import Iterator
@@ -60,6 +60,12 @@ def compute_rows(model: Any, examples: list[Example], num_heads: int) -> HeadRow
     )
 
 
+def num_left_out(heads: HydraHeads, rows: HeadRows) -> int:
+    """Count the labels that heads cannot draft."""
+    lost = (heads.places(rows.labels) == IGNORED) & (rows.labels != IGNORED)
+    return int(lost.sum())
+
+
 def frontiers(heads: HydraHeads, rows: HeadRows) -> Iterator[Frontier]:
     """Run the heads along the text: the frontier of each level, given the text's own tokens."""
     num_heads = heads.config.num_heads
@@ -74,19 +80,21 @@ def backward(heads: HydraHeads, rows: HeadRows, loss: Loss) -> list[float]:
     """Add the gradient of the sum of the heads' mean losses; return those losses, one a head.
 
     Cross-entropy against the text's tokens ("hard") or the target's distribution at T = 1 ("soft").
-    The vocabulary is worked off in chunks of rows, each of which hands its gradient back at once.
+    A label that heads cannot draft is left out, and the target's distribution is that over what they
+    can. Logits are worked off in chunks of rows, each of which hands its gradient back at once.
     """
     losses, features, gradients = [], [], []
     for frontier in frontiers(heads, rows):
         level = frontier.level
         z = heads.features(frontier)
         leaf = z.detach().requires_grad_()
-        known = (rows.labels[:, level] != IGNORED).nonzero()[:, 0]
+        places = heads.places(rows.labels[:, level])
+        known = (places != IGNORED).nonzero()[:, 0]
         total = 0.0
         for chunk in _chunks(known, heads):
             logits = heads.project(level, leaf[chunk]).float()
             if loss == "hard":
-                target = rows.labels[chunk, level]
+                target = places[chunk]
             else:
                 target = heads.target_logits(rows.teacher[chunk, level]).float().softmax(-1)
             part = F.cross_entropy(logits, target, reduction="sum") / len(known)
@@ -124,8 +132,8 @@ def measure_acceptance(heads: HydraHeads, model: Any, batches: list[list[Example
         for frontier in frontiers(heads, rows):
             label = rows.labels[:, frontier.level]
             parts = _chunks(heads.features(frontier), heads)
-            best = torch.cat([heads.project(frontier.level, part).argmax(-1) for part in parts])
-            known, right = label != IGNORED, best == label
+            best = [heads.project(frontier.level, part).argmax(-1) for part in parts]
+            known, right = label != IGNORED, heads.token_ids(torch.cat(best)) == label
             masks = (known, right, known & before, right & before)
             counts[:, frontier.level] += torch.tensor([float(mask.sum()) for mask in masks])
             before &= right
@@ -140,4 +148,4 @@ def _chunks(values: Tensor, heads: HydraHeads) -> tuple[Tensor, ...]:
     """Split rows so that the float32 logits of a chunk stay below CHUNK_BYTES."""
     if not len(values):  # torch.split would return one empty chunk, whose mean loss is NaN.
         return ()
-    return torch.split(values, max(1, CHUNK_BYTES // (4 * heads.config.vocab_size)))
+    return torch.split(values, max(1, CHUNK_BYTES // (4 * heads.num_outputs)))

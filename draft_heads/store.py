@@ -4,7 +4,8 @@
                         "num_heads": 4, "hidden_size": 576, "vocab_size": 49152,
                         "tree": [[0], [0, 0]], "own_output_heads": false,
                         "target": {"name", "architecture", "num_layers"}, "training": {...}}
-    model.safetensors  the heads' parameters and `target_sketch`
+    model.safetensors  the heads' parameters, `target_sketch` and, for heads that draft some tokens
+                       alone, `draft_ids`, int64, ascending
 
 Other families of heads get other values of model_type and their own fields; the rest stays.
 """
@@ -32,6 +33,8 @@ MODEL_TYPE = "hydra"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 SKETCH = "target_sketch"
+DRAFT_IDS = "draft_ids"
+"""As HydraHeads names its buffer."""
 
 
 def save_heads(
@@ -94,10 +97,12 @@ def load_heads(folder: Path, model: Any) -> HydraHeads:
         raise ModelLoadError(f"{folder}: damaged heads: {error}; train them again") from error
     _check_target(folder, record, config, tensors.pop(SKETCH, None), model)
     try:
-        heads = HydraHeads(config, TargetEnds.of(model))
+        heads = HydraHeads(config, TargetEnds.of(model), tensors.get(DRAFT_IDS))
         heads.load_state_dict(tensors)
     except (RuntimeError, TypeError) as error:
         raise ModelLoadError(f"{folder}: the tensors do not fit {CONFIG_FILE}: {error}") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{folder}: {error}; copy or train the heads again") from error
     return heads.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
 
 
@@ -156,7 +161,8 @@ def target_sketch(model: Any) -> Tensor:
     ids = torch.linspace(0, text.vocab_size - 1, 64).long().to(ends.device)
     places = torch.linspace(0, text.hidden_size - 1, 4).long().to(ends.device)
     with torch.no_grad():
-        return ends.embed(ids)[:, places].flatten().float().cpu()
+        embeddings: Tensor = ends.embed(ids)
+    return embeddings[:, places].flatten().float().cpu()
 
 
 def _architecture(model: Any) -> dict[str, object]:

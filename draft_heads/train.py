@@ -15,10 +15,12 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headway.draft_heads.config import HeadsTrainConfig, HydraConfig
 from headway.draft_heads.data import Example, align, batches, read_examples, split
+from headway.draft_heads.draft_vocabulary import coverage, most_frequent
 from headway.draft_heads.hydra import HydraHeads, TargetEnds
 from headway.draft_heads.rows import (
     Acceptance,
@@ -26,6 +28,7 @@ from headway.draft_heads.rows import (
     backward,
     compute_rows,
     measure_acceptance,
+    num_left_out,
 )
 from headway.draft_heads.store import CONFIG_FILE, save_heads
 from headway.engine.errors import UsageError
@@ -44,6 +47,10 @@ class TrainReport:
     """Positions learnt from, over all epochs."""
     num_skipped_chats: int
     """Chats without an answer of two tokens within max_chat_tokens."""
+    num_left_out: int
+    """Labels of those positions that heads cannot draft, and so did not learn."""
+    coverage: float
+    """Share of the held-out answers' tokens that heads can draft."""
     seconds: float
     best: Acceptance
     best_step: int
@@ -61,11 +68,14 @@ def train_heads(
     is shown. Raises UsageError for bad data, a folder in use, or a loss that is no number.
     """
     out = _make_folder(Path(config.out))
-    train, held_out, num_skipped = _load_data(config, tokenizer, _end_ids(model, tokenizer))
-    heads = new_heads(model, config)
+    end_ids = _end_ids(model, tokenizer)
+    train, held_out, num_skipped = _load_data(config, tokenizer, end_ids)
+    vocab_size: int = model.config.get_text_config().vocab_size
+    draft_ids = most_frequent(train, config.draft_vocab_size, end_ids, vocab_size)
+    heads = new_heads(model, config, draft_ids)
     schedule = _schedule_batches(train, config)
     measured = batches(held_out, config.batch_tokens)
-    started, num_rows = time.monotonic(), 0
+    started, num_rows, num_lost = time.monotonic(), 0, 0
     best, best_step = Acceptance((), -math.inf), 0
     optimizer = torch.optim.AdamW(
         parameter_groups(heads, compute_rows(model, schedule[0], config.num_heads)),
@@ -75,13 +85,22 @@ def train_heads(
         _bar(console or Console(quiet=True)) as bar,
         (out / "training.jsonl").open("w", encoding="utf-8") as log,
     ):
-        _log(log, num_train=len(train), num_held_out=len(held_out), num_skipped=num_skipped)
+        covered = coverage(draft_ids, held_out)
+        _log(
+            log,
+            num_train=len(train),
+            num_held_out=len(held_out),
+            num_skipped=num_skipped,
+            num_draft_tokens=heads.num_outputs,
+            coverage=covered,
+        )
         task = bar.add_task("heads", total=len(schedule), loss=math.nan, tau=math.nan)
         for step, batch in enumerate(schedule, 1):
             rate = config.learning_rate * rate_factor(step, len(schedule), config.warmup_ratio)
             rows = compute_rows(model, batch, config.num_heads)
             losses = _step(heads, optimizer, rows, rate, config)
             num_rows += len(rows.hidden)
+            num_lost += num_left_out(heads, rows)
             _log(log, step=step, losses=losses, learning_rate=rate, num_rows=num_rows)
             bar.update(task, advance=1, loss=sum(losses) / len(losses))
             if step % config.eval_interval_steps == 0 or step == len(schedule):
@@ -93,11 +112,18 @@ def train_heads(
                     training = {"step": step, **asdict(found), **asdict(config)}
                     save_heads(out, heads, model, config.model, training)
     return TrainReport(
-        len(schedule), num_rows, num_skipped, time.monotonic() - started, best, best_step
+        len(schedule),
+        num_rows,
+        num_skipped,
+        num_lost,
+        covered,
+        time.monotonic() - started,
+        best,
+        best_step,
     )
 
 
-def new_heads(model: Any, config: HeadsTrainConfig) -> HydraHeads:
+def new_heads(model: Any, config: HeadsTrainConfig, draft_ids: Tensor | None) -> HydraHeads:
     """Make untrained float32 heads for a transformers model, on its device."""
     text = model.config.get_text_config()
     shape = HydraConfig(
@@ -107,7 +133,7 @@ def new_heads(model: Any, config: HeadsTrainConfig) -> HydraHeads:
         config.tree_shape(),
         config.own_output_heads,
     )
-    heads = HydraHeads(shape, TargetEnds.of(model)).to(model.device)
+    heads = HydraHeads(shape, TargetEnds.of(model), draft_ids).to(model.device)
     heads.copy_output_head()
     return heads
 

@@ -16,14 +16,23 @@ logger = logging.getLogger(__name__)
 def output_projection(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function from last hidden states [..., H] to logits [..., V] float32."""
     untyped: Any = model
-    head = untyped.get_output_embeddings()
-    softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+    head, softcap = untyped.get_output_embeddings(), logit_softcap(model)
 
     def project(hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = head(hidden).float()
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return bend(head(hidden).float(), softcap)
 
     return project
+
+
+def logit_softcap(model: PreTrainedModel) -> float | None:
+    """Return what the model bends its logits to; None if it leaves them straight."""
+    softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+    return softcap
+
+
+def bend(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Keep logits within +- softcap, smoothly."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 class CompiledPass(Protocol):

@@ -1,4 +1,4 @@
-"""Writes and reads PackedWeight: from float matrices, back to floats, and joined with one another.
+"""Writes and reads PackedWeight: from float matrices, back to floats, joined with one another, cut.
 
 The layout is told in kernels/packed.py. Knows no files; gguf_blocks.py packs what GGUF files hold.
 
@@ -134,6 +134,23 @@ def interleave(gate: PackedWeight, up: PackedWeight) -> PackedWeight:
     return PackedWeight(gate.format, 2 * gate.num_outputs, gate.num_inputs, data)
 
 
+def take_outputs(weight: PackedWeight, rows: torch.Tensor) -> PackedWeight:
+    """Keep some of the outputs: rows [n] int64, in the order wanted.
+
+    Codes and scales move as they are, so the product with an output stays the same to the bit.
+    """
+    words, scales, minimums = _fields(weight)
+    panel, lane = rows // LANES, rows % LANES
+    taken = allocate(weight.format, len(rows), weight.num_inputs)
+    write_words(taken, 0, words[panel, :, :, lane])
+    _write_numbers(
+        taken,
+        0,
+        [None if each is None else each[panel, :, lane] for each in (scales, minimums)],
+    )
+    return taken
+
+
 def row_chunks(weight: PackedWeight) -> list[slice]:
     """Cut a weight's outputs into runs of whole panels of about a million values."""
     step = max(1, _CHUNK_VALUES // max(1, weight.num_inputs) // LANES) * LANES
@@ -149,16 +166,7 @@ def write_blocks(weight: PackedWeight, first_row: int, blocks: Blocks) -> None:
         # Groups j and j + block / 8 of four inputs lie block / 2 inputs apart.
         codes = codes[..., : form.block // 2] | codes[..., form.block // 2 :] << 4
     write_words(weight, first_row, codes.contiguous().view(torch.int32))
-    dtype = _scale_type(weight)
-    first_panel, first_byte = first_row // LANES, 0
-    for numbers in (blocks.scales, blocks.minimums):
-        if numbers is None:
-            continue
-        lanes = _by_panel(numbers.to(dtype)).transpose(1, 2).contiguous().view(torch.uint8)
-        num_bytes = lanes.shape[-1]
-        target = weight.data[first_panel : first_panel + len(lanes)]
-        target[..., first_byte : first_byte + num_bytes] = lanes
-        first_byte += num_bytes
+    _write_numbers(weight, first_row, [blocks.scales, blocks.minimums])
 
 
 def write_words(weight: PackedWeight, first_row: int, words: torch.Tensor) -> None:
@@ -167,6 +175,22 @@ def write_words(weight: PackedWeight, first_row: int, words: torch.Tensor) -> No
     first_panel = first_row // LANES
     target = weight.data[first_panel : first_panel + len(lanes)]
     target[..., target.shape[-1] - lanes.shape[-1] :] = lanes
+
+
+def _write_numbers(
+    weight: PackedWeight, first_row: int, columns: Sequence[torch.Tensor | None]
+) -> None:
+    """Write the scales and minimums of rows from `first_row` on: [rows, B] each, if there are any."""
+    dtype = _scale_type(weight)
+    first_panel, first_byte = first_row // LANES, 0
+    for numbers in columns:
+        if numbers is None:
+            continue
+        lanes = _by_panel(numbers.to(dtype)).transpose(1, 2).contiguous().view(torch.uint8)
+        num_bytes = lanes.shape[-1]
+        target = weight.data[first_panel : first_panel + len(lanes)]
+        target[..., first_byte : first_byte + num_bytes] = lanes
+        first_byte += num_bytes
 
 
 def _by_panel(rows: torch.Tensor) -> torch.Tensor:

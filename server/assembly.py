@@ -115,4 +115,4 @@ def _make_drafter(choice: DrafterChoice, assembled: Assembled) -> Drafter | None
     heads = assembled.settings.heads
     if heads is None:
         raise ValueError(NO_HEADS)
-    return HydraDrafter(load_heads(heads, assembled.loaded.model))
+    return HydraDrafter(load_heads(heads, assembled.loaded.model), assembled.team)

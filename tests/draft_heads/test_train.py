@@ -89,7 +89,10 @@ def test_heads_learn_to_draft(
     lines = log_of(config)
     steps = [line for line in lines if "losses" in line]
     measured = [line for line in lines if "tau" in line]
-    assert lines[0] == {"num_train": 540, "num_held_out": 60, "num_skipped": 0}
+    assert lines[0] == {
+        "num_train": 540, "num_held_out": 60, "num_skipped": 0, "num_draft_tokens": VOCAB_SIZE,
+        "coverage": 1.0,
+    }  # fmt: skip
     assert len(steps) == report.num_steps
     assert sum(steps[-1]["losses"]) < sum(steps[0]["losses"]) / 2
     assert report.best.tau == max(line["tau"] for line in measured)
