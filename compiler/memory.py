@@ -3,12 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from headway.compiler.program import Buffer, Call
-
-ALIGNMENT_BYTES = 64
-"""A cache line: rows of two threads do not share one, and vectors load whole."""
+from headway.kernels.memory import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +57,6 @@ def plan_memory(lifetimes: Sequence[Life]) -> tuple[dict[str, int], int]:
         placed.append((life, offset))
     size = max((offset + life.num_bytes for life, offset in placed), default=0)
     return {life.name: offset for life, offset in placed}, size
-
-
-def allocate(num_bytes: int) -> torch.Tensor:
-    """Bytes that begin at a cache line, [num_bytes] uint8."""
-    held = torch.empty(num_bytes + ALIGNMENT_BYTES, dtype=torch.uint8)
-    start = -held.data_ptr() % ALIGNMENT_BYTES
-    return held[start : start + num_bytes]
 
 
 def _num_bytes(buffer: Buffer, max_sizes: Mapping[str, int]) -> int:

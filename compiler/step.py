@@ -6,7 +6,7 @@ import torch
 
 from headway.compiler.graph import Graph
 from headway.compiler.lower import lower
-from headway.compiler.memory import allocate, lives, plan_memory
+from headway.compiler.memory import lives, plan_memory
 from headway.compiler.passes.fuse import fuse_rms_norm, fuse_rope, fuse_rotated_attention
 from headway.compiler.passes.products import (
     fuse_gates,
@@ -19,7 +19,9 @@ from headway.compiler.passes.products import (
 from headway.compiler.passes.simplify import drop_identities, fold_constants, merge_equal
 from headway.compiler.placement import place
 from headway.compiler.program import Program
+from headway.compiler.weights import gather_weights
 from headway.kernels.cpu.library import Team
+from headway.kernels.memory import allocate
 
 PASSES = (
     fold_constants,
@@ -55,4 +57,5 @@ def compile_graph(
     lowered = lower(place(graph), bound, team.num_threads)
     kept = {output.place.buffer for output in lowered.outputs.values()}
     offsets, num_bytes = plan_memory(lives(lowered.calls, lowered.buffers, kept, max_sizes))
-    return Program(lowered.calls, allocate(num_bytes), offsets, lowered.outputs, team)
+    calls = gather_weights(lowered.calls)
+    return Program(calls, allocate(num_bytes), offsets, lowered.outputs, team)

@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 
 from headway.kernels.attention import move_kv
 from headway.kernels.cpu.library import Team
+from headway.kernels.memory import prefer_huge_pages
 
 
 class KVCache:
@@ -34,6 +35,7 @@ class KVCache:
         shape = (layers, 2, num_blocks * block_size, heads)
         # Not zeroed: every slot is written before it is read, and untouched pages cost no memory.
         self.data = torch.empty(*shape, head_size, dtype=dtype, device=device)
+        prefer_huge_pages(self.data)
         self.scales = torch.empty(shape, device=device) if dtype == torch.int8 else None
 
     def move(self, moves: Seq[tuple[int, int]]) -> None:

@@ -3,10 +3,10 @@
 import random
 
 import pytest
-import torch
 
-from headway.compiler.memory import ALIGNMENT_BYTES, Life, allocate, lives, plan_memory
+from headway.compiler.memory import Life, lives, plan_memory
 from headway.compiler.program import Buffer, Call, Place
+from headway.kernels.memory import ALIGNMENT_BYTES
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -53,8 +53,3 @@ def test_outputs_live_to_the_end_and_what_nobody_touches_has_no_place() -> None:
         Life("a", 448, 0, 2),
         Life("b", 64, 1, 1),
     ]
-
-
-def test_memory_begins_at_a_cache_line() -> None:
-    assert allocate(100).data_ptr() % ALIGNMENT_BYTES == 0
-    assert allocate(0).dtype == torch.uint8
