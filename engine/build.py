@@ -15,7 +15,7 @@ from headway.engine.engine import Engine
 from headway.engine.errors import ModelLoadError
 from headway.engine.kv_cache import KVCache, block_bytes
 from headway.engine.machine import free_bytes, usable_cores
-from headway.engine.models.packed_modules import use_team
+from headway.engine.models.packed_modules import drop_pages, use_team
 from headway.engine.runner import ModelRunner
 from headway.engine.stats import StepRecord
 from headway.engine.tree import Drafter
@@ -99,6 +99,8 @@ def build_engine(
         observe_step,
     )
     engine.warm_up()
+    if engine.runner.compiled is not None:
+        drop_pages(model)
     return engine
 
 

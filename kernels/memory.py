@@ -1,7 +1,9 @@
 """Memory that native kernels stream through: aligned to cache lines, on huge pages where there are some."""
 
 import ctypes
+import mmap
 import sys
+from collections.abc import Iterable
 
 import torch
 
@@ -33,3 +35,26 @@ def prefer_huge_pages(tensor: torch.Tensor) -> None:
     length = (end - first) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
     if length > 0 and tensor.is_cpu and sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_HUGEPAGE)
+
+
+def drop_file_pages(tensors: Iterable[torch.Tensor]) -> None:
+    """Give back the memory of tensors that are mapped from files; what is read again is mapped again.
+
+    Nobody may have written to them. Tensors in other memory are left alone: it is the only copy.
+    """
+    if sys.platform != "linux":
+        return
+    with open("/proc/self/maps") as file:
+        maps = [line.split(maxsplit=5) for line in file]
+    mapped = [
+        [int(end, 16) for end in fields[0].split("-")]
+        for fields in maps
+        if len(fields) == 6 and fields[5].startswith("/") and not fields[5].startswith("/dev/")
+    ]
+    for tensor in tensors:
+        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < end and any(low <= first and end <= high for low, high in mapped):
+            ctypes.CDLL(None).madvise(
+                ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED
+            )

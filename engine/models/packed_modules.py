@@ -12,6 +12,7 @@ from headway.kernels.choices import Activations
 from headway.kernels.cpu.library import Team
 from headway.kernels.linear import QuantisedRows, quantise_rows
 from headway.kernels.linear import linear as native_linear
+from headway.kernels.memory import drop_file_pages
 from headway.kernels.ops import embedding, linear
 from headway.kernels.packed import FORMATS, PackedWeight
 
@@ -104,6 +105,15 @@ def use_team(model: nn.Module, team: Team | None) -> None:
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.team = team
+
+
+def drop_pages(model: nn.Module) -> None:
+    """Give back what a model's packed weights take in memory, where a file holds them.
+
+    For a model whose compiled pass has copies of its own: the modules are run seldom, if ever.
+    """
+    packed = (PackedLinear, PackedEmbedding)
+    drop_file_pages([module.data for module in model.modules() if isinstance(module, packed)])
 
 
 def embedding_scale(module: nn.Embedding) -> float | None:

@@ -33,7 +33,7 @@ MAX_ERRORS_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class BenchServeConfig:
-    """Measure a server over gRPC: throughput and latencies at several numbers of streams.
+    """Measure a server over gRPC.
 
     Without --address it serves the model itself, in a process of its own. Speculation on and off
     take turns within one run, so that what else the machine does hits both. The prefix cache is not

@@ -1,9 +1,16 @@
 """Memory for native kernels: aligned, and usable whatever pages it gets."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from headway.kernels.memory import ALIGNMENT_BYTES, allocate, prefer_huge_pages
+from headway.kernels.memory import (
+    ALIGNMENT_BYTES,
+    allocate,
+    drop_file_pages,
+    prefer_huge_pages,
+)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 100, 5 << 20])
@@ -18,3 +25,21 @@ def test_advice_changes_no_value() -> None:
     tensor = torch.arange(3 << 20)
     prefer_huge_pages(tensor)
     assert torch.equal(tensor, torch.arange(3 << 20))
+
+
+def test_dropped_pages_come_back_from_the_file_and_other_memory_stays(tmp_path: Path) -> None:
+    values = torch.arange(1 << 18)
+    path = tmp_path / "values"
+    path.write_bytes(values.numpy().tobytes())
+    mapped = torch.from_file(str(path), shared=False, size=values.numel(), dtype=torch.int64)
+    assert torch.equal(mapped, values)
+    before = resident_bytes()
+    drop_file_pages([mapped, values])
+    assert before - resident_bytes() > values.nbytes / 2
+    assert torch.equal(mapped, values)
+    assert torch.equal(values, torch.arange(1 << 18))
+
+
+def resident_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * 4096

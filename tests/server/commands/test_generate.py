@@ -18,7 +18,7 @@ SHORT = ["--max-new-tokens=12", "--temperature=0"]
 
 @pytest.fixture(scope="module")
 def address(tiny_folder: Path) -> Iterator[str]:
-    engine = EngineConfig(num_threads=1, kv_cache_bytes=1_000_000)
+    engine = EngineConfig(num_threads=1, kv_cache_bytes=1_000_000, adaptive_drafts=False)
     with local_server(assemble(ModelSettings(str(tiny_folder), engine=engine))) as address:
         yield address
 
