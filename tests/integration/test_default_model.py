@@ -1,6 +1,7 @@
 """The default model as it is served: drafts change no bit, and greedy text is transformers' own."""
 
 from collections.abc import Sequence as Seq
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,8 @@ def test_greedy_text_of_whole_weights_is_transformers_own(
     smollm2: Path, requests: list[Request], native_team: Team
 ) -> None:
     expanded = load_model("smollm2-135m", attention=ATTENTION, keep_packed=False)
-    whole: Any = AutoModelForCausalLM.from_config(expanded.config, attn_implementation="sdpa")
+    config = deepcopy(expanded.config)  # from_config notes the attention in it
+    whole: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     whole.load_state_dict(expanded.model.state_dict())
     whole.train(False)
     greedy = [each for each in requests if each.sampling == LAWS["greedy"]]
