@@ -17,15 +17,13 @@ from torch import Tensor, nn
 
 from headway.draft_heads.branches import Guesses
 from headway.draft_heads.hydra import HydraHeads
+from headway.draft_heads.level_program import Call, Program, pointwise, product, quantise
 from headway.engine.models.packed_modules import PackedEmbedding, PackedLinear
-from headway.kernels.cpu.library import Argument, Team
-from headway.kernels.linear import ROW_GROUP, output_head_scratch_bytes, row_bytes
+from headway.kernels.cpu.library import Team
+from headway.kernels.linear import ROW_GROUP, row_bytes
 from headway.kernels.pack import pack
 from headway.kernels.packed import FORMATS, PackedWeight
-from headway.kernels.pointwise import BINARY, MAX_DIMS, UNARY, indexed
-
-Call = tuple[str, dict[str, Argument]]
-"""A kernel's name and its arguments."""
+from headway.kernels.pointwise import BINARY, UNARY
 
 
 class NativeBranches:
@@ -54,7 +52,7 @@ class NativeBranches:
         self._outputs = [_Output.of(each) for each in heads.outputs or [heads.ends.head]]
         self._softcap = 0.0 if heads.outputs else heads.ends.softcap or 0.0
         self._memory = _Memory(0, self._size, len(self._inputs))
-        self._programs: dict[tuple[int, int, int], _Program] = {}
+        self._programs: dict[tuple[int, int, int], Program] = {}
         self._level = self._num_levels = self._num_best = 0
 
     def begin(self, hidden: Tensor, root_ids: Seq[int], num_levels: int, num_best: int) -> Guesses:
@@ -104,10 +102,10 @@ class NativeBranches:
         first = 0 if self._level else self._size
         return self._memory.inputs[:, first : first + self._size]
 
-    def _compile(self) -> "_Program":
+    def _compile(self) -> Program:
         """Make the program of the level that is to run."""
         output = self._outputs[self._level if len(self._outputs) > 1 else 0]
-        program = _Program(self._memory.num_rows, self._num_best, output.weight, self._team)
+        program = Program(self._memory.num_rows, self._num_best, output.weight, self._team)
         program.encode(self._team, [*self._sum_up(), *self._project(output, program)])
         return program
 
@@ -126,9 +124,9 @@ class NativeBranches:
                 "out": self._embeddings(), "out_stride": 2 * size,
             }  # fmt: skip
             calls.append(("embedding", {"num_rows": 0, **embed}))
-        product = {
+        sum_up = {
             # Heads to come that no level of this draft reaches are the last outputs.
-            **_product(memory.rounded, weight), "num_outputs": num_sums,
+            **product(memory.rounded, weight), "num_outputs": num_sums,
             "out": sums, "out_stride": num_sums, "activation": 0,
             "bias": None if self._level else self._bias,
             "residual": sums if self._level else None, "residual_stride": num_sums,
@@ -136,22 +134,22 @@ class NativeBranches:
         features = memory.features
         return [
             *calls,
-            _quantise(memory.inputs, weight.num_inputs, memory.rounded),
-            ("linear", product),
-            _pointwise(UNARY["silu"], features, sums[:, 0, 1]),
-            _pointwise(BINARY["add"], features, features, sums[:, 0, 0]),
+            quantise(memory.inputs, weight.num_inputs, memory.rounded),
+            ("linear", sum_up),
+            pointwise(UNARY["silu"], features, sums[:, 0, 1]),
+            pointwise(BINARY["add"], features, features, sums[:, 0, 0]),
         ]
 
-    def _project(self, output: "_Output", program: "_Program") -> list[Call]:
+    def _project(self, output: "_Output", program: Program) -> list[Call]:
         """Calls that rank the tokens."""
         memory = self._memory
         calls: list[Call] = []
         rows = memory.features
         if FORMATS[output.weight.format].scale_bytes:
-            calls.append(_quantise(rows, self._size, memory.rounded))
+            calls.append(quantise(rows, self._size, memory.rounded))
             rows = memory.rounded
         head = {
-            **_product(rows, output.weight), "bias": output.bias, "softcap": self._softcap,
+            **product(rows, output.weight), "bias": output.bias, "softcap": self._softcap,
             "logits": None, "logits_stride": 0, "num_top": self._num_best,
             **program.results(),
         }  # fmt: skip
@@ -197,74 +195,3 @@ class _Memory:
         """Take over the sums of one level."""
         if num_left > 0:
             self.sums(level, num_left)[: old.num_rows] = old.sums(level, num_left)
-
-
-class _Program:
-    """The instructions of a level, and where its results come."""
-
-    def __init__(self, num_rows: int, num_best: int, weight: PackedWeight, team: Team) -> None:
-        num_bytes = output_head_scratch_bytes(
-            num_rows, weight.num_outputs, num_best, team.num_threads
-        )
-        self.values = np.zeros((num_rows, num_best), np.float32)
-        self.indices = np.zeros((num_rows, num_best), np.int64)
-        self.log_sums = np.zeros(num_rows, np.float32)
-        self._scratch = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._words = np.zeros(0, np.int64)
-        self._counts = np.zeros(0, np.int64)
-        """Where in the words the number of rows stands."""
-
-    def results(self) -> dict[str, Argument]:
-        """Arguments of output_head."""
-        arrays = {"values": self.values, "indices": self.indices, "log_sums": self.log_sums}
-        named = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return {**named, "scratch": self._scratch}
-
-    def encode(self, team: Team, calls: Seq[Call]) -> None:
-        """Set the instructions; memory that they name must outlive the program."""
-        words: list[int] = []
-        counts: list[int] = []
-        for name, arguments in calls:
-            kernel = team.library.kernels[name]
-            first = len(words) + 2
-            counts += [first + at for at, field in enumerate(kernel.fields) if field in _ROW_COUNTS]
-            words += kernel.encode(arguments)
-        self._words, self._counts = np.array(words, np.int64), np.array(counts)
-
-    def run(self, team: Team, num_rows: int) -> None:
-        """Run on the first rows."""
-        self._words[self._counts] = num_rows
-        team.run(self._words)
-
-
-_ROW_COUNTS = ("num_rows", f"size{MAX_DIMS - 2}")
-"""Fields that hold the number of rows."""
-
-
-def _quantise(x: Tensor, num_inputs: int, out: Tensor) -> Call:
-    return "quantise_rows", {
-        "x": x, "x_stride": x.stride(0), "index": None, "num_rows": 0, "num_inputs": num_inputs,
-        "out": out,
-    }  # fmt: skip
-
-
-def _product(x: Tensor, weight: PackedWeight) -> dict[str, Argument]:
-    is_quantised = x.dtype == torch.uint8
-    return {
-        "x": x, "x_stride": 0 if is_quantised else x.stride(0), "index": None, "num_rows": 0,
-        "quantised": int(is_quantised), "weight": weight.data,
-        "format": FORMATS[weight.format].number, "num_outputs": weight.num_outputs,
-        "num_inputs": weight.num_inputs,
-    }  # fmt: skip
-
-
-def _pointwise(operation: int, out: Tensor, a: Tensor, b: Tensor | None = None) -> Call:
-    """[rows, H], the stride in a row 1."""
-    strides: dict[str, Argument] = {}
-    for name, tensor in (("out", out), ("a", a), ("b", b)):
-        row = 0 if tensor is None else tensor.stride(0)
-        strides |= {name: tensor, f"{name}_type": 0}
-        strides |= indexed(f"{name}_stride", [0, 0, 0, row, int(tensor is not None)])
-    return "pointwise", {
-        "operation": operation, "scalar": 0.0, **strides, **indexed("size", [1, 1, 1, 0, out.shape[1]]),
-    }  # fmt: skip

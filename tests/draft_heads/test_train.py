@@ -219,6 +219,7 @@ def test_heads_learn_to_draft_a_part_of_the_vocabulary(
     first, *lines = log_of(config)
     steps = [line for line in lines if "losses" in line]
     assert (first["num_draft_tokens"], first["coverage"]) == (40, report.coverage)
+    assert report.num_draft_tokens == 40
     assert 0.5 < report.coverage < 0.9
     assert 0.5 * (1 - report.coverage) < report.num_left_out / (3 * report.num_rows) < 0.5
     assert sum(steps[-1]["losses"]) < sum(steps[0]["losses"]) / 2
