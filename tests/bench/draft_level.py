@@ -20,7 +20,7 @@ from headway.draft_heads.tree_shape import EIGHT_NODES, TreeShape
 from headway.engine.config import EngineConfig
 from headway.engine.engine import Engine
 from headway.engine.models.store import DEFAULT_MODEL
-from headway.engine.request import Request, StoppingParams
+from headway.engine.request import Request, SamplingParams, StoppingParams
 from headway.engine.sequence import Sequence as EngineSequence
 from headway.engine.suffix import SuffixDrafter
 from headway.engine.tree import Commit, Drafter
@@ -30,9 +30,10 @@ NUM_PROMPT_TOKENS = 128
 
 
 def request(name: str, num_new: int = 1 << 20) -> Request:
-    """Make a request that does not end by itself, of a text with a period."""
+    """Make a greedy request that does not end by itself, of a text with a period."""
     ids = tuple(1000 + i % 37 for i in range(NUM_PROMPT_TOKENS))
-    return Request(name, ids, StoppingParams(num_new, ignore_eos=True))
+    stopping, law = StoppingParams(num_new, ignore_eos=True), SamplingParams(temperature=0.0)
+    return Request(name, ids, stopping, law)
 
 
 def sequences(count: int) -> list[EngineSequence]:
