@@ -9,6 +9,7 @@ Letters: N rows (branches), H hidden size, L levels left, D tokens that may be d
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from headway.draft_heads.level_program import Call, Program, pointwise, product,
 from headway.engine.models.packed_modules import PackedEmbedding, PackedLinear
 from headway.kernels.cpu.library import Team
 from headway.kernels.linear import ROW_GROUP, row_bytes
+from headway.kernels.memory import ALIGNMENT_BYTES, allocate
 from headway.kernels.pack import pack
 from headway.kernels.packed import FORMATS, PackedWeight
 from headway.kernels.pointwise import BINARY, UNARY
@@ -45,11 +47,18 @@ class NativeBranches:
         self._embed = heads.ends.embed
         self._draft_ids = None if heads.draft_ids is None else heads.draft_ids.numpy()
         places = [each.get_parameter("weight").detach() for each in heads.inputs]
-        self._inputs = [
-            pack(each, "q8") for each in (torch.cat(places[:2], dim=1).float(), *places[2:])
-        ]
+        inputs = [pack(each, "q8") for each in (torch.cat(places[:2], dim=1), *places[2:])]
         self._bias = heads.inputs[0].get_parameter("bias").detach().float().contiguous()
-        self._outputs = [_Output.of(each) for each in heads.outputs or [heads.ends.head]]
+        outputs = [_Output.of(each) for each in heads.outputs or [heads.ends.head]]
+        if heads.draft_ids is None and isinstance(heads.ends.head, PackedLinear):
+            self._inputs, self._outputs = _gathered(inputs), outputs  # the model's own stays one
+        else:
+            weights = _gathered([*inputs, *(each.weight for each in outputs)])
+            self._inputs = weights[: len(inputs)]
+            self._outputs = [
+                each._replace(weight=weight)
+                for each, weight in zip(outputs, weights[len(inputs) :], strict=True)
+            ]
         self._softcap = 0.0 if heads.outputs else heads.ends.softcap or 0.0
         self._memory = _Memory(0, self._size, len(self._inputs))
         self._programs: dict[tuple[int, int, int], Program] = {}
@@ -170,6 +179,18 @@ class _Output(NamedTuple):
         if isinstance(head, PackedLinear):
             return cls(head.weight, bias)
         return cls(pack(head.get_parameter("weight").detach(), "q8"), bias)
+
+
+def _gathered(weights: Seq[PackedWeight]) -> list[PackedWeight]:
+    """Copy weights into one memory, on huge pages where there are some."""
+    sizes = [-(-weight.data.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for weight in weights]
+    memory = allocate(sum(sizes))
+    copies, start = [], 0
+    for weight, num_bytes in zip(weights, sizes, strict=True):
+        part = memory[start : start + weight.data.nbytes].view(weight.data.shape)
+        copies.append(replace(weight, data=part.copy_(weight.data)))
+        start += num_bytes
+    return copies
 
 
 class _Memory:
