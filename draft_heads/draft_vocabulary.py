@@ -70,7 +70,7 @@ def places_of(labels: Tensor, draft_ids: Tensor | None) -> Tensor:
     """Turn labels, token ids or IGNORED, into numbers of outputs: IGNORED where there is none."""
     if draft_ids is None:
         return labels
-    places = torch.searchsorted(draft_ids, labels).clamp(max=len(draft_ids) - 1)
+    places = torch.searchsorted(draft_ids, labels.contiguous()).clamp(max=len(draft_ids) - 1)
     return torch.where(draft_ids[places] == labels, places, IGNORED)
 
 

@@ -9,23 +9,24 @@ Letters: N rows (branches), H hidden size, L levels left, D tokens that may be d
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from headway.draft_heads.branches import Guesses
 from headway.draft_heads.hydra import HydraHeads
+from headway.draft_heads.level_program import Call, Program, pointwise, product, quantise
 from headway.engine.models.packed_modules import PackedEmbedding, PackedLinear
-from headway.kernels.cpu.library import Argument, Team
-from headway.kernels.linear import ROW_GROUP, output_head_scratch_bytes, row_bytes
+from headway.kernels.cpu.library import Team
+from headway.kernels.linear import ROW_GROUP, row_bytes
+from headway.kernels.memory import ALIGNMENT_BYTES, allocate
 from headway.kernels.pack import pack
 from headway.kernels.packed import FORMATS, PackedWeight
-from headway.kernels.pointwise import BINARY, MAX_DIMS, UNARY, indexed
-
-Call = tuple[str, dict[str, Argument]]
-"""A kernel's name and its arguments."""
+from headway.kernels.pointwise import BINARY, UNARY
 
 
 class NativeBranches:
@@ -47,14 +48,21 @@ class NativeBranches:
         self._embed = heads.ends.embed
         self._draft_ids = None if heads.draft_ids is None else heads.draft_ids.numpy()
         places = [each.get_parameter("weight").detach() for each in heads.inputs]
-        self._inputs = [
-            pack(each, "q8") for each in (torch.cat(places[:2], dim=1).float(), *places[2:])
-        ]
+        inputs = [pack(each, "q8") for each in (torch.cat(places[:2], dim=1), *places[2:])]
         self._bias = heads.inputs[0].get_parameter("bias").detach().float().contiguous()
-        self._outputs = [_Output.of(each) for each in heads.outputs or [heads.ends.head]]
+        outputs = [_Output.of(each) for each in heads.outputs or [heads.ends.head]]
+        if heads.draft_ids is None and isinstance(heads.ends.head, PackedLinear):
+            self._inputs, self._outputs = _gathered(inputs), outputs  # the model's own stays one
+        else:
+            weights = _gathered([*inputs, *(each.weight for each in outputs)])
+            self._inputs = weights[: len(inputs)]
+            self._outputs = [
+                each._replace(weight=weight)
+                for each, weight in zip(outputs, weights[len(inputs) :], strict=True)
+            ]
         self._softcap = 0.0 if heads.outputs else heads.ends.softcap or 0.0
         self._memory = _Memory(0, self._size, len(self._inputs))
-        self._programs: dict[tuple[int, int, int], _Program] = {}
+        self._programs: dict[tuple[int, int, int], Program] = {}
         self._level = self._num_levels = self._num_best = 0
 
     def begin(self, hidden: Tensor, root_ids: Seq[int], num_levels: int, num_best: int) -> Guesses:
@@ -68,9 +76,9 @@ class NativeBranches:
         """See branches.Branches."""
         self._make_room(len(token_ids))
         num_left = self._num_levels - self._level
-        before = self._memory.sums(self._level, num_left).numpy()
+        before = self._memory.sums(self._level, num_left)
         self._level += 1
-        after = self._memory.sums(self._level, num_left - 1).numpy()
+        after = self._memory.sums(self._level, num_left - 1)
         after[: len(parents)] = before[parents, 1:]
         return self._run(token_ids)
 
@@ -80,10 +88,12 @@ class NativeBranches:
         if program is None:
             program = self._programs[key] = self._compile()
         num_rows = len(token_ids)
-        self._memory.ids.numpy()[:num_rows] = token_ids
+        self._memory.ids[:num_rows] = token_ids
         if not isinstance(self._embed, PackedEmbedding):
             with torch.inference_mode():
-                self._embeddings()[:num_rows] = self._embed(self._memory.ids[:num_rows])
+                self._embeddings()[:num_rows] = self._embed(
+                    torch.from_numpy(self._memory.ids[:num_rows])
+                )
         program.run(self._team, num_rows)
         places = program.indices[:num_rows]
         chances = np.exp(program.values[:num_rows] - program.log_sums[:num_rows, None])
@@ -104,10 +114,10 @@ class NativeBranches:
         first = 0 if self._level else self._size
         return self._memory.inputs[:, first : first + self._size]
 
-    def _compile(self) -> "_Program":
+    def _compile(self) -> Program:
         """Make the program of the level that is to run."""
         output = self._outputs[self._level if len(self._outputs) > 1 else 0]
-        program = _Program(self._memory.num_rows, self._num_best, output.weight, self._team)
+        program = Program(self._memory.num_rows, self._num_best, output.weight, self._team)
         program.encode(self._team, [*self._sum_up(), *self._project(output, program)])
         return program
 
@@ -115,20 +125,20 @@ class NativeBranches:
         """Calls that make z of the token ids and the parents' sums."""
         memory, size = self._memory, self._size
         num_left = self._num_levels - self._level
-        sums = memory.sums(self._level, num_left)
+        sums = torch.from_numpy(memory.sums(self._level, num_left))
         weight = self._inputs[self._level]
         num_sums = num_left * 2 * size
         calls: list[Call] = []
         if isinstance(self._embed, PackedEmbedding):
             embed = {
-                "ids": memory.ids, "weight": self._embed.data, "scale": self._embed.scale,
+                "ids": torch.from_numpy(memory.ids), "weight": self._embed.data, "scale": self._embed.scale,
                 "format": FORMATS[self._embed.format].number, "num_inputs": size,
                 "out": self._embeddings(), "out_stride": 2 * size,
             }  # fmt: skip
             calls.append(("embedding", {"num_rows": 0, **embed}))
-        product = {
+        sum_up = {
             # Heads to come that no level of this draft reaches are the last outputs.
-            **_product(memory.rounded, weight), "num_outputs": num_sums,
+            **product(memory.rounded, weight), "num_outputs": num_sums,
             "out": sums, "out_stride": num_sums, "activation": 0,
             "bias": None if self._level else self._bias,
             "residual": sums if self._level else None, "residual_stride": num_sums,
@@ -136,22 +146,22 @@ class NativeBranches:
         features = memory.features
         return [
             *calls,
-            _quantise(memory.inputs, weight.num_inputs, memory.rounded),
-            ("linear", product),
-            _pointwise(UNARY["silu"], features, sums[:, 0, 1]),
-            _pointwise(BINARY["add"], features, features, sums[:, 0, 0]),
+            quantise(memory.inputs, weight.num_inputs, memory.rounded),
+            ("linear", sum_up),
+            pointwise(UNARY["silu"], features, sums[:, 0, 1]),
+            pointwise(BINARY["add"], features, features, sums[:, 0, 0]),
         ]
 
-    def _project(self, output: "_Output", program: "_Program") -> list[Call]:
+    def _project(self, output: "_Output", program: Program) -> list[Call]:
         """Calls that rank the tokens."""
         memory = self._memory
         calls: list[Call] = []
         rows = memory.features
         if FORMATS[output.weight.format].scale_bytes:
-            calls.append(_quantise(rows, self._size, memory.rounded))
+            calls.append(quantise(rows, self._size, memory.rounded))
             rows = memory.rounded
         head = {
-            **_product(rows, output.weight), "bias": output.bias, "softcap": self._softcap,
+            **product(rows, output.weight), "bias": output.bias, "softcap": self._softcap,
             "logits": None, "logits_stride": 0, "num_top": self._num_best,
             **program.results(),
         }  # fmt: skip
@@ -174,97 +184,41 @@ class _Output(NamedTuple):
         return cls(pack(head.get_parameter("weight").detach(), "q8"), bias)
 
 
+def _gathered(weights: Seq[PackedWeight]) -> list[PackedWeight]:
+    """Copy weights into one memory, on huge pages where there are some."""
+    sizes = [-(-weight.data.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for weight in weights]
+    memory = allocate(sum(sizes))
+    copies, start = [], 0
+    for weight, num_bytes in zip(weights, sizes, strict=True):
+        part = memory[start : start + weight.data.nbytes].view(weight.data.shape)
+        copies.append(replace(weight, data=part.copy_(weight.data)))
+        start += num_bytes
+    return copies
+
+
 class _Memory:
     """What the programs work on, with room for `num_rows` branches."""
 
     def __init__(self, num_rows: int, size: int, num_heads: int) -> None:
         self.num_rows = num_rows
         self._size = size
-        self.ids = torch.zeros(num_rows, dtype=torch.int64)
+        # Arrays where Python reads or writes in each level: numpy costs a few microseconds less.
+        self.ids = np.zeros(num_rows, np.int64)
         self.inputs = torch.zeros(num_rows, 2 * size)
         """[h ; E] in level 0, then E alone in front."""
         self.features = torch.zeros(num_rows, size)
         num_bytes = -(-num_rows // ROW_GROUP) * ROW_GROUP * row_bytes(2 * size)
         self.rounded = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._sums = [torch.zeros(num_rows * left * 2 * size) for left in range(num_heads, 0, -1)]
+        self._sums = [
+            np.zeros(num_rows * left * 2 * size, np.float32) for left in range(num_heads, 0, -1)
+        ]
 
-    def sums(self, level: int, num_left: int) -> Tensor:
+    def sums(self, level: int, num_left: int) -> npt.NDArray[np.float32]:
         """The running sums of a level and those that follow: [rows, num_left, 2, H]."""
         flat = self._sums[level][: self.num_rows * num_left * 2 * self._size]
-        return flat.view(self.num_rows, num_left, 2, self._size)
+        return flat.reshape(self.num_rows, num_left, 2, self._size)
 
     def keep(self, old: "_Memory", level: int, num_left: int) -> None:
         """Take over the sums of one level."""
         if num_left > 0:
             self.sums(level, num_left)[: old.num_rows] = old.sums(level, num_left)
-
-
-class _Program:
-    """The instructions of a level, and where its results come."""
-
-    def __init__(self, num_rows: int, num_best: int, weight: PackedWeight, team: Team) -> None:
-        num_bytes = output_head_scratch_bytes(
-            num_rows, weight.num_outputs, num_best, team.num_threads
-        )
-        self.values = np.zeros((num_rows, num_best), np.float32)
-        self.indices = np.zeros((num_rows, num_best), np.int64)
-        self.log_sums = np.zeros(num_rows, np.float32)
-        self._scratch = torch.zeros(num_bytes, dtype=torch.uint8)
-        self._words = np.zeros(0, np.int64)
-        self._counts = np.zeros(0, np.int64)
-        """Where in the words the number of rows stands."""
-
-    def results(self) -> dict[str, Argument]:
-        """Arguments of output_head."""
-        arrays = {"values": self.values, "indices": self.indices, "log_sums": self.log_sums}
-        named = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return {**named, "scratch": self._scratch}
-
-    def encode(self, team: Team, calls: Seq[Call]) -> None:
-        """Set the instructions; memory that they name must outlive the program."""
-        words: list[int] = []
-        counts: list[int] = []
-        for name, arguments in calls:
-            kernel = team.library.kernels[name]
-            first = len(words) + 2
-            counts += [first + at for at, field in enumerate(kernel.fields) if field in _ROW_COUNTS]
-            words += kernel.encode(arguments)
-        self._words, self._counts = np.array(words, np.int64), np.array(counts)
-
-    def run(self, team: Team, num_rows: int) -> None:
-        """Run on the first rows."""
-        self._words[self._counts] = num_rows
-        team.run(self._words)
-
-
-_ROW_COUNTS = ("num_rows", f"size{MAX_DIMS - 2}")
-"""Fields that hold the number of rows."""
-
-
-def _quantise(x: Tensor, num_inputs: int, out: Tensor) -> Call:
-    return "quantise_rows", {
-        "x": x, "x_stride": x.stride(0), "index": None, "num_rows": 0, "num_inputs": num_inputs,
-        "out": out,
-    }  # fmt: skip
-
-
-def _product(x: Tensor, weight: PackedWeight) -> dict[str, Argument]:
-    is_quantised = x.dtype == torch.uint8
-    return {
-        "x": x, "x_stride": 0 if is_quantised else x.stride(0), "index": None, "num_rows": 0,
-        "quantised": int(is_quantised), "weight": weight.data,
-        "format": FORMATS[weight.format].number, "num_outputs": weight.num_outputs,
-        "num_inputs": weight.num_inputs,
-    }  # fmt: skip
-
-
-def _pointwise(operation: int, out: Tensor, a: Tensor, b: Tensor | None = None) -> Call:
-    """[rows, H], the stride in a row 1."""
-    strides: dict[str, Argument] = {}
-    for name, tensor in (("out", out), ("a", a), ("b", b)):
-        row = 0 if tensor is None else tensor.stride(0)
-        strides |= {name: tensor, f"{name}_type": 0}
-        strides |= indexed(f"{name}_stride", [0, 0, 0, row, int(tensor is not None)])
-    return "pointwise", {
-        "operation": operation, "scalar": 0.0, **strides, **indexed("size", [1, 1, 1, 0, out.shape[1]]),
-    }  # fmt: skip

@@ -47,6 +47,8 @@ class TrainReport:
     """Positions learnt from, over all epochs."""
     num_skipped_chats: int
     """Chats without an answer of two tokens within max_chat_tokens."""
+    num_draft_tokens: int
+    """Tokens that heads can draft."""
     num_left_out: int
     """Labels of those positions that heads cannot draft, and so did not learn."""
     coverage: float
@@ -115,6 +117,7 @@ def train_heads(
         len(schedule),
         num_rows,
         num_skipped,
+        heads.num_outputs,
         num_lost,
         covered,
         time.monotonic() - started,

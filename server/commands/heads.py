@@ -30,11 +30,10 @@ def train(config: HeadsTrainConfig) -> int:
     )
     print(f"1.00); share of first guesses that were right, by depth: {accuracies}.")
     print(f"{report.num_steps} steps, {report.num_rows:,} positions, {report.seconds:.0f} s.")
-    if report.coverage < 1:
-        print(
-            f"Drafts are of {config.draft_vocab_size:,} tokens, {report.coverage:.1%} of those in held-out "
-            f"answers; {report.num_left_out:,} labels lay outside and were not learnt."
-        )
+    print(
+        f"Drafts are among {report.num_draft_tokens:,} tokens, {report.coverage:.1%} of what held-out "
+        f"answers use; {report.num_left_out:,} labels lay outside and were not learnt."
+    )
     if report.num_skipped_chats:
         print(f"{report.num_skipped_chats} chats were skipped: no answer within max_chat_tokens.")
     return 0

@@ -1,6 +1,6 @@
 """A tokenizer of one word a token, and heads with random weights, for the tiny model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -52,11 +52,17 @@ def make_heads(model: LlamaForCausalLM) -> Callable[..., HydraHeads]:
     """Heads for the tiny model, every weight random, so that no zero hides a term."""
 
     def make(
-        num_heads: int = 4, tree: TreeShape | None = None, *, own_output_heads: bool = False
+        num_heads: int = 4,
+        tree: TreeShape | None = None,
+        *,
+        own_output_heads: bool = False,
+        draft_ids: Sequence[int] | None = None,
+        target: LlamaForCausalLM = model,
     ) -> HydraHeads:
         shape = tree or TreeShape.chain(num_heads)
         config = HydraConfig(32, VOCAB_SIZE, num_heads, shape, own_output_heads)
-        heads = HydraHeads(config, TargetEnds.of(model)).requires_grad_(False)
+        ids = None if draft_ids is None else torch.tensor(draft_ids)
+        heads = HydraHeads(config, TargetEnds.of(target), ids).requires_grad_(False)
         generator = torch.Generator().manual_seed(7)
         for parameter in heads.parameters():
             parameter.normal_(0, 0.3, generator=generator)

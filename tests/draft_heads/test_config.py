@@ -19,6 +19,7 @@ from headway.engine.errors import UsageError
         ({"weight_decay": -0.1}, "weight_decay"),
         ({"warmup_ratio": 1.0}, "warmup_ratio"),
         ({"eval_fraction": 0.0}, "eval_fraction"),
+        ({"draft_vocab_size": 15}, "draft_vocab_size: got 15; 0 or at least 16"),
     ],
 )
 def test_bad_training_settings_name_the_field(changes: dict[str, object], message: str) -> None:

@@ -15,6 +15,7 @@ from headway.draft_heads.rows import (
     compute_rows,
     frontiers,
     measure_acceptance,
+    num_left_out,
 )
 from headway.engine.request import Request, StoppingParams
 from headway.engine.sequence import Sequence
@@ -70,18 +71,21 @@ def literal_loss(
     heads: HydraHeads, rows: HeadRows, model: LlamaForCausalLM, loss: str
 ) -> list[torch.Tensor]:
     losses = []
+    ids = list(range(VOCAB_SIZE)) if heads.draft_ids is None else heads.draft_ids.tolist()
     for frontier in frontiers(heads, rows):
         labels = rows.labels[:, frontier.level]
-        kept = labels != IGNORED
+        kept = torch.tensor([label in ids for label in labels.tolist()])
         logs = heads.logits(frontier)[kept].log_softmax(-1)
         if loss == "hard":
-            losses.append(F.nll_loss(logs, labels[kept]))
+            places = torch.tensor([ids.index(label) for label in labels[kept].tolist()])
+            losses.append(F.nll_loss(logs, places))
         else:
-            p = model.lm_head(rows.teacher[kept, frontier.level]).softmax(-1)
+            p = model.lm_head(rows.teacher[kept, frontier.level])[:, ids].softmax(-1)
             losses.append(-(p * logs).sum(-1).mean())
     return losses
 
 
+@pytest.mark.parametrize("draft_ids", [None, range(2, 49, 2)])
 @pytest.mark.parametrize("own_output_heads", [False, True])
 @pytest.mark.parametrize("loss", ["hard", "soft"])
 def test_loss_and_gradient_equal_the_plain_ones(
@@ -90,9 +94,11 @@ def test_loss_and_gradient_equal_the_plain_ones(
     monkeypatch: pytest.MonkeyPatch,
     loss: str,
     own_output_heads: bool,
+    draft_ids: range | None,
 ) -> None:
     monkeypatch.setattr(rows_module, "CHUNK_BYTES", 5 * 4 * VOCAB_SIZE)
-    heads = make_heads(3, own_output_heads=own_output_heads).requires_grad_(True)
+    heads = make_heads(3, own_output_heads=own_output_heads, draft_ids=draft_ids)
+    heads.requires_grad_(True)
     rows = compute_rows(model, EXAMPLES, 3)
     expected = literal_loss(heads, rows, model, loss)
     torch.stack(expected).sum().backward()
@@ -102,6 +108,16 @@ def test_loss_and_gradient_equal_the_plain_ones(
     assert backward(heads, rows, loss) == pytest.approx([value.item() for value in expected])
     for parameter, gradient in zip(heads.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_labels_that_cannot_be_drafted_are_counted(
+    make_heads: MakeHeads, model: LlamaForCausalLM
+) -> None:
+    rows = compute_rows(model, EXAMPLES, 3)
+    labels = [label for label in rows.labels.flatten().tolist() if label != IGNORED]
+    expected = sum(label % 2 or label > 48 for label in labels)
+    assert num_left_out(make_heads(3, draft_ids=range(2, 49, 2)), rows) == expected > 5
+    assert num_left_out(make_heads(3), rows) == 0
 
 
 def test_a_level_without_labels_costs_nothing(
@@ -134,9 +150,12 @@ def accepted_in_serving(heads: HydraHeads, model: LlamaForCausalLM, example: Exa
     return accepted
 
 
-def test_acceptance_is_what_serving_sees(make_heads: MakeHeads, model: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize("draft_ids", [None, range(2, 49, 2)])
+def test_acceptance_is_what_serving_sees(
+    make_heads: MakeHeads, model: LlamaForCausalLM, draft_ids: range | None
+) -> None:
     """The mismatch test, on text that random heads are often right about: their own drafts."""
-    heads, num_heads = make_heads(3), 3
+    heads, num_heads = make_heads(3, draft_ids=draft_ids), 3
     drafter, tokens = HydraDrafter(heads), list(random_example(6, 4).ids)
     for num_kept in [0, 3, 1, 2, 3, 0, 2, 3, 1, 3, 0, 2, 1]:
         states = model.base_model(torch.tensor([tokens])).last_hidden_state[0]

@@ -1,6 +1,6 @@
 """Heads in the engine: the tokens stay the same, and heads that learnt the language save steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,6 +12,7 @@ from headway.draft_heads.tree_shape import EIGHT_NODES, TreeShape
 from headway.engine.build import build_engine
 from headway.engine.models.attention import ATTENTION
 from headway.engine.request import Request, SamplingParams
+from headway.kernels.cpu.library import Team
 from tiny import EOS_ID
 from tiny_engine import SMALL, prompt, request, run
 
@@ -44,3 +45,22 @@ def test_heads_never_change_a_token(
         assert answer.finish is not None
         assert answer.finish.speculation.num_drafted > 0
     assert not drafter._hidden  # every sequence was forgotten
+
+
+@pytest.mark.parametrize("draft_ids", [None, range(2, 40)])
+def test_native_heads_never_change_a_token(
+    model: LlamaForCausalLM,
+    make_heads: MakeHeads,
+    native_team: Team,
+    draft_ids: Sequence[int] | None,
+) -> None:
+    model.set_attn_implementation(ATTENTION)
+    settings = replace(SMALL, num_threads=1)
+    drafter = HydraDrafter(make_heads(5, EIGHT_NODES, draft_ids=draft_ids), native_team)
+    plain = run(
+        build_engine(model, (EOS_ID,), settings, team=native_team), requests(0.7), join_every=2
+    )
+    engine = build_engine(model, (EOS_ID,), settings, drafter, team=native_team)
+    drafted = run(engine, requests(0.7), join_every=2)
+    assert [a.token_ids for a in drafted.values()] == [a.token_ids for a in plain.values()]
+    assert engine.counters.spec_drafted_tokens > 100

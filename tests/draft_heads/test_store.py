@@ -1,9 +1,11 @@
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load, save
 from transformers import LlamaForCausalLM
 
 from headway.draft_heads.hydra import HydraHeads
@@ -21,14 +23,21 @@ def folder(tmp_path: Path, make_heads: MakeHeads, model: LlamaForCausalLM) -> Pa
     return tmp_path / "heads"
 
 
+@pytest.mark.parametrize("draft_ids", [None, [0, 2, 5, 63]])
 @pytest.mark.parametrize("own_output_heads", [False, True])
 def test_round_trip(
-    tmp_path: Path, make_heads: MakeHeads, model: LlamaForCausalLM, own_output_heads: bool
+    tmp_path: Path,
+    make_heads: MakeHeads,
+    model: LlamaForCausalLM,
+    own_output_heads: bool,
+    draft_ids: list[int] | None,
 ) -> None:
-    heads = make_heads(5, EIGHT_NODES, own_output_heads=own_output_heads)
+    heads = make_heads(5, EIGHT_NODES, own_output_heads=own_output_heads, draft_ids=draft_ids)
     save_heads(tmp_path, heads, model, "tiny", {})
     loaded = load_heads(tmp_path, model)
     assert loaded.config == heads.config
+    assert loaded.num_outputs == (len(draft_ids) if draft_ids else VOCAB_SIZE)
+    assert draft_ids is None or loaded.token_ids(torch.arange(4)).tolist() == draft_ids
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([7, 8, 9])
@@ -133,3 +142,35 @@ def test_a_full_disk_leaves_the_older_heads_whole(
     with pytest.raises(OSError, match="No space left"):
         save_heads(folder, make_heads(3), model, "tiny", {})
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([2, 5, 64], "draft_ids: has ids from 2 to 64"),
+        ([5, 2, 9], "draft_ids: has 2 after 5"),
+        ([5, 5, 9], "draft_ids: has 5 after 5"),
+        ([5], "draft_ids: has 1 tokens; the tree tries 2"),
+    ],
+)
+def test_a_wrong_draft_vocabulary_is_refused(
+    folder: Path, model: LlamaForCausalLM, ids: list[int], message: str
+) -> None:
+    path = folder / "model.safetensors"
+    weights = save({**load(path.read_bytes()), "draft_ids": torch.tensor(ids)})
+    path.write_bytes(weights)
+    record = json.loads((folder / "config.json").read_text())
+    record["weights_sha256"] = hashlib.sha256(weights).hexdigest()
+    (folder / "config.json").write_text(json.dumps(record))
+    with pytest.raises(ModelLoadError, match=f"{message}.*; copy or train the heads again"):
+        load_heads(folder, model)
+
+
+def test_own_projections_must_fit_the_draft_vocabulary(
+    tmp_path: Path, make_heads: MakeHeads, model: LlamaForCausalLM
+) -> None:
+    heads = make_heads(2, own_output_heads=True)
+    heads.draft_ids = torch.tensor([2, 5, 9])
+    save_heads(tmp_path, heads, model, "tiny", {})
+    with pytest.raises(ModelLoadError, match=r"do not fit config\.json"):
+        load_heads(tmp_path, model)

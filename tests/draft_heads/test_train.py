@@ -210,6 +210,26 @@ def test_a_bfloat16_target_trains_float32_heads(
     assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("loss", ["hard", "soft"])
+def test_heads_learn_to_draft_a_part_of_the_vocabulary(
+    fitted: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, write: Write, loss: str
+) -> None:
+    config = write([sentence(seed) for seed in range(400)], draft_vocab_size=40, loss=loss)
+    report = train_heads(fitted, tokenizer, config)
+    first, *lines = log_of(config)
+    steps = [line for line in lines if "losses" in line]
+    assert (first["num_draft_tokens"], first["coverage"]) == (40, report.coverage)
+    assert report.num_draft_tokens == 40
+    assert 0.5 < report.coverage < 0.9
+    assert 0.5 * (1 - report.coverage) < report.num_left_out / (3 * report.num_rows) < 0.5
+    assert sum(steps[-1]["losses"]) < sum(steps[0]["losses"]) / 2
+    heads = load_heads(Path(config.out), fitted)
+    assert heads.draft_ids is not None
+    assert 2 in heads.draft_ids  # the end of an answer, which no sentence holds
+    # Where the right token cannot be drafted the draft is wrong, so accuracy has a bound.
+    assert 0.4 < report.best.accuracy[0] < report.coverage + 0.02
+
+
 def test_a_loss_that_is_no_number_stops_the_run(
     tokenizer: PreTrainedTokenizerFast, write: Write
 ) -> None:

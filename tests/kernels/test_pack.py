@@ -9,10 +9,12 @@ from headway.kernels.pack import (
     interleave,
     joinable,
     pack,
+    take_outputs,
     unpack,
     unpack_rows,
 )
 from headway.kernels.packed import FORMATS, FormatName, PackedWeight
+from packed_weights import random_weight
 
 PACKED: list[FormatName] = ["f32", "bf16", "q4_1", "q8"]
 # Values are drawn from a normal distribution; error relative to their size.
@@ -147,3 +149,20 @@ def test_what_does_not_join_is_refused() -> None:
             concatenate(weights)
     with pytest.raises(ValueError, match="gate has 16 outputs and up 32"):
         interleave(other, pack(matrix(32, 40), "f32"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_outputs_are_taken_to_the_bit(format: FormatName) -> None:
+    weight = random_weight(format, 50, 71)
+    rows = torch.tensor([49, 0, 17, 17, 16, 31, *range(20, 35)])
+    taken = take_outputs(weight, rows)
+    assert (taken.format, taken.num_outputs, taken.num_inputs) == (format, len(rows), 71)
+    assert torch.equal(unpack(taken), unpack(weight)[rows])
+    again = take_outputs(taken, torch.arange(len(rows)))
+    assert torch.equal(again.data, taken.data)
+    assert torch.equal(take_outputs(weight, torch.arange(48)).data, weight.data[:3])
+
+
+def test_what_is_not_taken_is_zero() -> None:
+    taken = take_outputs(random_weight("f32", 40, 3), torch.tensor([39]))
+    assert not unpack(PackedWeight("f32", 16, 3, taken.data))[1:].any()
