@@ -15,7 +15,7 @@ from headway.engine.engine import Engine
 from headway.engine.errors import ModelLoadError
 from headway.engine.kv_cache import KVCache, block_bytes
 from headway.engine.machine import free_bytes, usable_cores
-from headway.engine.models.packed_modules import drop_pages, use_team
+from headway.engine.models.packed_modules import drop_pages, is_packed, use_team
 from headway.engine.runner import ModelRunner
 from headway.engine.stats import StepRecord
 from headway.engine.tree import Drafter
@@ -101,6 +101,8 @@ def build_engine(
     engine.warm_up()
     if engine.runner.compiled is not None:
         drop_pages(model)
+        # torch's own threads would spin after each operation, on the cores that the team needs.
+        torch.set_num_threads(1)
     return engine
 
 
@@ -134,9 +136,12 @@ def _num_blocks(model: PreTrainedModel, config: EngineConfig) -> int:
 
 
 def _cache_dtype(model: PreTrainedModel, config: EngineConfig) -> torch.dtype:
-    name = config.kv_cache_dtype
-    dtype: torch.dtype = model.dtype if name == "auto" else getattr(torch, name)
-    return dtype
+    """What `config.kv_cache_dtype` means for this model."""
+    if config.kv_cache_dtype != "auto":
+        dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
+        return dtype
+    rounds = config.activations == "int8" and is_packed(model)
+    return torch.bfloat16 if rounds and model.dtype == torch.float32 else model.dtype
 
 
 def _default_cache_bytes(device: torch.device) -> int:

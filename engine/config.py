@@ -46,7 +46,8 @@ class EngineConfig:
     """Memory for the KV cache; 0 takes a quarter of what is free, 4 GiB at most on a CPU."""
     kv_cache_dtype: CacheDtype = "auto"
     """Type of cached keys and values; int8, with a scale for each head of a token, holds 3 to 4 times
-    as many tokens as float32 and rounds them; auto is the model's own type."""
+    as many tokens as float32 and rounds them; auto is bfloat16 where products round their inputs, and
+    else the model's own type."""
     max_context_tokens: int = 0
     """Longest prompt plus answer; 0 is the model's own limit."""
     max_batch_tokens: int = 512

@@ -107,6 +107,14 @@ def use_team(model: nn.Module, team: Team | None) -> None:
             module.team = team
 
 
+def is_packed(model: nn.Module) -> bool:
+    """Whether a model has products with quantised weights."""
+    return any(
+        isinstance(module, PackedLinear) and FORMATS[module.format].scale_bytes > 0
+        for module in model.modules()
+    )
+
+
 def drop_pages(model: nn.Module) -> None:
     """Give back what a model's packed weights take in memory, where a file holds them.
 
