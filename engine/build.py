@@ -21,6 +21,7 @@ from headway.engine.stats import StepRecord
 from headway.engine.tree import Drafter
 from headway.engine.validation import Limits
 from headway.kernels.cpu.library import Team
+from headway.kernels.memory import trim_heap
 from headway.kernels.native import NativeUnavailable, start_team
 
 logger = logging.getLogger(__name__)
@@ -88,8 +89,10 @@ def build_engine(
     dtype = _cache_dtype(model, config)
     cache = KVCache(model.config, num_blocks, config.block_size, dtype, model.device, team)
     use_team(model, team)
+    compiled = _compiled(model, cache, config, team)
+    trim_heap()
     engine = Engine(
-        ModelRunner(model, _compiled(model, cache, config, team)),
+        ModelRunner(model, compiled),
         cache,
         eos_token_ids,
         config,
@@ -101,6 +104,7 @@ def build_engine(
     engine.warm_up()
     if engine.runner.compiled is not None:
         drop_pages(model)
+        trim_heap()
         # torch's own threads would spin after each operation, on the cores that the team needs.
         torch.set_num_threads(1)
     return engine

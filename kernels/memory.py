@@ -58,3 +58,10 @@ def drop_file_pages(tensors: Iterable[torch.Tensor]) -> None:
             ctypes.CDLL(None).madvise(
                 ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED
             )
+
+
+def trim_heap() -> None:
+    """Give what was freed back to the system: after work that made large tensors, of which few stay."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc alone has it
+    if trim is not None:
+        trim(0)
