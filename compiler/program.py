@@ -74,13 +74,18 @@ class Program:
         arena: torch.Tensor,
         offsets: Mapping[str, int],
         outputs: Mapping[str, Output],
+        max_sizes: Mapping[str, int],
         team: Team,
     ) -> None:
-        """arena: uint8; offsets: where in it each buffer begins. Constants in calls are kept alive."""
+        """arena: uint8; offsets: where in it each buffer begins; max_sizes: what it was planned for.
+
+        Constants in calls are kept alive.
+        """
         self.calls = tuple(calls)
         self._arena = arena
         self._offsets = offsets
-        self._outputs = outputs
+        self.outputs = outputs
+        self._max_sizes = max_sizes
         self._team = team
         self._open: list[str] = sorted(
             {w.name for call in calls for w in call.arguments.values() if isinstance(w, Open)}
@@ -105,6 +110,11 @@ class Program:
 
         A name that the caller leaves out of both is a null pointer: an output that is not wanted.
         """
+        for name, most in self._max_sizes.items():
+            if not 0 <= sizes[name] <= most:  # the kernels check nothing
+                raise ValueError(
+                    f"{name} is {sizes[name]}; the program was made for {most} at most"
+                )
         values = [
             inputs[name].data_ptr() if name in inputs else sizes.get(name, 0) for name in self._open
         ]
@@ -113,7 +123,7 @@ class Program:
 
     def output(self, name: str, num_rows: int) -> torch.Tensor:
         """Rows of a result, [num_rows, width]: a view that the next run overwrites."""
-        output = self._outputs[name]
+        output = self.outputs[name]
         start = self._offsets[output.place.buffer] + output.place.offset_bytes
         size = num_rows * output.width * output.dtype.itemsize
         return self._arena[start : start + size].view(output.dtype).view(num_rows, output.width)

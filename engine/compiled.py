@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from headway.compiler import capture as capture_module
 from headway.compiler.capture import MODULE_PREFIX, capture
-from headway.compiler.graph import Graph
+from headway.compiler.graph import Graph, Unsupported
 from headway.compiler.graph_file import load_graph, save_graph
 from headway.compiler.step import compile_graph
 from headway.engine.batch import ForwardInput, ForwardOutput
-from headway.engine.config import EngineConfig
+from headway.engine.config import MAX_NODES, EngineConfig
 from headway.engine.kv_cache import KVCache
 from headway.engine.models import attention
 from headway.engine.runner import output_projection
@@ -86,8 +86,10 @@ class CompiledStep:
         if cache.scales is not None:
             bound["scales"] = cache.scales
         graph = _graph(_Pass(model, cache), _example() | bound)
-        max_sizes = {"T": config.max_batch_tokens, "R": config.max_batch_tokens}
-        self._program = compile_graph(graph, bound, max_sizes, team)
+        most = max(config.max_batch_tokens, MAX_NODES)
+        self._program = compile_graph(graph, bound, {"T": most, "R": most}, team)
+        if "best_ids" not in self._program.outputs:
+            raise Unsupported("its output head is no product that is at most soft-capped")
         rounds = any(node["int8"] for node in graph.nodes)
         # Rounding to int8 can fall to the other side of a half by the last bit of a sum.
         self.max_difference = 0.2 if rounds else 1e-2

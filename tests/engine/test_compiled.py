@@ -95,6 +95,16 @@ def test_logits_are_not_stored_unless_they_are_wanted(native_team: Team) -> None
     assert torch.equal(short.best_ids, best)
 
 
+def test_more_rows_than_memory_was_planned_for_are_refused(native_team: Team) -> None:
+    under_test = model(FAMILIES["llama"](), ATTENTION)
+    cache = cache_of(under_test)
+    small = replace(SMALL, max_batch_tokens=66, max_running_requests=1)
+    compiled = CompiledStep(under_test, cache, small, native_team)
+    assert compiled.forward(spans(cache, 66)).hidden.shape == (66, 32)
+    with pytest.raises(ValueError, match="T is 67"):
+        compiled.forward(spans(cache, 67))
+
+
 def answers(
     team: Team | None, drafter: ScriptedDrafter | None, **config: object
 ) -> dict[str, Answer]:
