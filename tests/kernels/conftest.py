@@ -21,9 +21,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a sanitizer's run, keep the tests that run the bodies."""
+    """Of a sanitizer's run, keep the tests that run the bodies, with two threads: it is slow."""
     if config.getoption("--sanitizers"):
-        items[:] = [item for item in items if "library" in getattr(item, "fixturenames", ())]
+        items[:] = [item for item in items if _runs_bodies(item)]
+
+
+def _runs_bodies(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    num_threads = callspec.params.get("team", 2) if callspec else 2
+    return "library" in getattr(item, "fixturenames", ()) and num_threads == 2
 
 
 @pytest.fixture(scope="session")
