@@ -6,11 +6,15 @@ Knows the vocabulary of operations, not how any of them is computed.
     movement    view, permute, slice, expand, cat                     see access.py
     pointwise   UNARY: one input. BINARY: two inputs, broadcast, or   scalar: float, reversed: bool
                 one and the attribute `scalar`
-    last dim    sum, mean, max, softmax                               keepdim: bool
-    products    linear (x, weight[, bias]), matmul, embedding
+    last dim    sum, mean, max, softmax; the shape says whether it
+                is kept
+    products    linear (x, weight[, bias][, residual]), matmul,       int8, residual: bool
+                embedding (ids, weight)
     rows        gather_rows (x, indices)
-    sequences   attention (query, key, value)                         layer, scale, window, softcap
+    sequences   attention (query, key, value, cache, tables ...)      layer, block_size, scale, ...
     fused       what passes make of the above: rms_norm, rope, gated_linear, ...
+
+Placement adds "copy", where a movement needs one; no graph holds it.
 """
 
 import math

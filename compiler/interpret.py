@@ -1,4 +1,8 @@
-"""What each operation of the vocabulary means, in plain torch: the oracle of every pass and lowering."""
+"""What operations of the vocabulary mean, in plain torch: the oracle of passes and lowerings.
+
+Not attention, which is the caller's, nor quantise_rows and rotated_attention, which change where
+values lie and how they are rounded: kernels/reference has those.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any

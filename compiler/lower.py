@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headway.compiler.graph import BINARY, UNARY
+from headway.compiler.graph import BINARY, UNARY, Unsupported
 from headway.compiler.lowering import pointwise, products, sequences
 from headway.compiler.lowering.emitter import Emitter
 from headway.compiler.placement import Placed, Step
@@ -43,13 +43,16 @@ def lower(placed: Placed, bound: Mapping[str, torch.Tensor], num_threads: int) -
     """Make the calls for every step of a placed graph.
 
     bound: graph inputs that are the same tensor in every step; num_threads: of the team that will
-    run the calls. Raises Unsupported where a value lies
-    as no kernel can read it.
+    run the calls. Raises Unsupported where an operation has no rule, or a value lies as no kernel
+    can read it.
     """
     emitter = Emitter(placed, bound, num_threads)
     outputs: dict[str, Output] = {}
     for step in placed.steps:
-        LOWERING[step.node.op](emitter, step)
+        rule = LOWERING.get(step.node.op)
+        if rule is None:
+            raise Unsupported(f"no kernel for {step.node.op}")
+        rule(emitter, step)
         if step.node.op == "output_head":
             outputs |= products.head_outputs(step)
     heads = {step.output.buffer for step in placed.steps if step.node.op == "output_head"}

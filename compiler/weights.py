@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from headway.compiler.program import Call
-from headway.kernels.memory import ALIGNMENT_BYTES, allocate
+from headway.kernels.memory import gather
 
 _ARGUMENT = "weight"
 _PRODUCTS = ("linear", "output_head", "embedding")
@@ -17,17 +17,8 @@ def gather_weights(calls: Sequence[Call]) -> list[Call]:
 
     What passes joined or interleaved has its only copy here, so their own memory is given back.
     """
-    sizes: dict[int, int] = {}
-    for weight in _weights(calls):
-        sizes.setdefault(weight.data_ptr(), -(-weight.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-    memory = allocate(sum(sizes.values()))
-    copies: dict[int, torch.Tensor] = {}
-    start = 0
-    for weight in _weights(calls):
-        if (address := weight.data_ptr()) not in copies:
-            copy = memory[start : start + weight.nbytes].view(weight.shape)
-            copies[address] = copy.copy_(weight)
-            start += sizes[address]
+    weights = {weight.data_ptr(): weight for call in calls if (weight := _weight(call)) is not None}
+    copies = dict(zip(weights, gather(list(weights.values())), strict=True))
 
     def reading(call: Call) -> Call:
         weight = _weight(call)
@@ -36,10 +27,6 @@ def gather_weights(calls: Sequence[Call]) -> list[Call]:
         return replace(call, arguments={**call.arguments, _ARGUMENT: copies[weight.data_ptr()]})
 
     return [reading(call) for call in calls]
-
-
-def _weights(calls: Sequence[Call]) -> list[torch.Tensor]:
-    return [weight for call in calls if (weight := _weight(call)) is not None]
 
 
 def _weight(call: Call) -> torch.Tensor | None:

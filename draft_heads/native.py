@@ -23,7 +23,7 @@ from headway.draft_heads.level_program import Call, Program, pointwise, product,
 from headway.engine.models.packed_modules import PackedEmbedding, PackedLinear
 from headway.kernels.cpu.library import Team
 from headway.kernels.linear import ROW_GROUP, row_bytes
-from headway.kernels.memory import ALIGNMENT_BYTES, allocate
+from headway.kernels.memory import gather
 from headway.kernels.pack import pack
 from headway.kernels.packed import FORMATS, PackedWeight
 from headway.kernels.pointwise import BINARY, UNARY
@@ -186,14 +186,8 @@ class _Output(NamedTuple):
 
 def _gathered(weights: Seq[PackedWeight]) -> list[PackedWeight]:
     """Copy weights into one memory, on huge pages where there are some."""
-    sizes = [-(-weight.data.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for weight in weights]
-    memory = allocate(sum(sizes))
-    copies, start = [], 0
-    for weight, num_bytes in zip(weights, sizes, strict=True):
-        part = memory[start : start + weight.data.nbytes].view(weight.data.shape)
-        copies.append(replace(weight, data=part.copy_(weight.data)))
-        start += num_bytes
-    return copies
+    copies = gather([weight.data for weight in weights])
+    return [replace(weight, data=copy) for weight, copy in zip(weights, copies, strict=True)]
 
 
 class _Memory:

@@ -31,9 +31,10 @@ class StepTimes:
     `level` follows the machine, which others use too; `shape` is how n rows compare with one. A pass
     over as many rows as the one before tells of the machine alone; one over more or fewer tells of the
     shape, too. Errors are logarithms and cut off: a step that took ten times as long moves T by 4 %
-    and T(n) against the others by 1 %. Sizes that were never run lie on a line between their neighbours, or beyond them in proportion
-    to 15 + n. More rows never take less time: the shape is the monotone fit of what was measured
-    (pool adjacent violators; Barlow et al., "Statistical Inference under Order Restrictions", 1972).
+    and T(n) against the others by 1 %. Sizes that were never run lie on a line between their
+    neighbours, or beyond them in proportion to 15 + n. More rows never take less time: the shape is
+    the monotone fit of what was measured (pool adjacent violators; Barlow et al., "Statistical
+    Inference under Order Restrictions", 1972).
 
     Example, measured 5 ms at 1 row, 9 ms at 6 and 8 ms at 8: 6 and 8 rows are pooled to 8.5 ms, so
     T(2) = 5 + 3.5 / 5 = 5.7 ms and T(16) = 8.5 * (15 + 16) / (15 + 8) = 11.5 ms.

@@ -18,6 +18,7 @@ from headway.kernels.reference import attention as reference
 CACHE_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """By the number that cpu/kv_write.h knows them by."""
 
+# As in cpu/attention.cpp and cpu/attention_product.h, whose Room these lay out.
 _CHUNK = 64
 _TILE_QUERIES = 192
 _BLOCK_ROWS = 6

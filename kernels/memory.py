@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -21,6 +21,16 @@ def allocate(num_bytes: int) -> torch.Tensor:
     memory = held[start : start + num_bytes]
     prefer_huge_pages(memory)
     return memory
+
+
+def gather(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy contiguous uint8 tensors into one memory, one after another, each from a cache line on."""
+    sizes = [-(-each.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for each in tensors]
+    parts = allocate(sum(sizes)).split_with_sizes(sizes)
+    return [
+        part[: each.nbytes].view(each.shape).copy_(each)
+        for part, each in zip(parts, tensors, strict=True)
+    ]
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> None:

@@ -87,9 +87,5 @@ class PackedWeight:
     """[num_panels, num_blocks, block_bytes] uint8, contiguous, 64-byte aligned."""
 
     @property
-    def num_panels(self) -> int:
-        return -(-self.num_outputs // LANES)
-
-    @property
     def num_blocks(self) -> int:
         return -(-self.num_inputs // FORMATS[self.format].block)

@@ -3,6 +3,9 @@
 Contract, checked here; knows nothing of graphs. reduce.py and matmul.py hold what adds up.
 """
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 import torch
 
 from headway.kernels.cpu.library import Team
@@ -55,6 +58,7 @@ TYPES = {
 """Element types by number. Arithmetic is float32 whatever the operands are."""
 
 Operand = torch.Tensor | float
+T = TypeVar("T")
 
 
 def pointwise(
@@ -92,7 +96,7 @@ def pointwise(
     )
 
 
-def indexed(name: str, values: list[int]) -> dict[str, int]:
+def indexed(name: str, values: Sequence[T]) -> dict[str, T]:
     """Arguments of an array field: size0=2, size1=3 for ("size", [2, 3])."""
     return {f"{name}{index}": value for index, value in enumerate(values)}
 

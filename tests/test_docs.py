@@ -29,7 +29,7 @@ def test_links_and_files_exist(path: Path) -> None:
         assert (path.parent / name).exists() or (ROOT / name).exists(), name
 
 
-@pytest.mark.parametrize("room", ["draft_heads", "engine", "kernels", "server"])
+@pytest.mark.parametrize("room", ["compiler", "draft_heads", "engine", "kernels", "server"])
 def test_a_rooms_readme_names_its_modules_and_no_others(room: str) -> None:
     named = set(re.findall(r"\b\w+\.py\b", (ROOT / room / "README.md").read_text()))
     assert {path.name for path in (ROOT / room).glob("*.py")} <= named

@@ -6,19 +6,18 @@ from headway.compiler.access import Access
 from headway.compiler.graph import Unsupported
 from headway.compiler.lowering.emitter import Emitter, size, squeezed
 from headway.compiler.placement import Operand, Step
-from headway.compiler.program import Word
-from headway.kernels.pointwise import BINARY, TYPES, UNARY
-from headway.kernels.reduce import REDUCTIONS
+from headway.kernels.pointwise import BINARY, MAX_DIMS, TYPES, UNARY, indexed
+from headway.kernels.reduce import MAX_OUTER_DIMS, REDUCTIONS
 
 
 def pointwise(emitter: Emitter, step: Step) -> None:
     """One elementwise operation, its operands broadcast to the result's shape."""
     node, shape = step.node, step.output.shape
     accesses = [step.output, *(emitter.access(each).expand(shape) for each in step.inputs)]
-    sizes, strides = squeezed(accesses, 5)
+    sizes, strides = squeezed(accesses, MAX_DIMS)
     left: Operand | None = step.inputs[0]
     right: Operand | None = step.inputs[1] if len(step.inputs) > 1 else None
-    left_strides, right_strides = strides[1], strides[2] if right is not None else [0] * 5
+    left_strides, right_strides = strides[1], strides[2] if right is not None else [0] * MAX_DIMS
     if node["reversed"]:
         left, right, left_strides, right_strides = right, left, right_strides, left_strides
     emitter.call(
@@ -31,10 +30,10 @@ def pointwise(emitter: Emitter, step: Step) -> None:
         b=None if right is None else emitter.address(right),
         b_type=_type(emitter, right),
         scalar=node["scalar"] or 0.0,
-        **_numbered("size", [size(dim) for dim in sizes]),
-        **_numbered("out_stride", strides[0]),
-        **_numbered("a_stride", left_strides),
-        **_numbered("b_stride", right_strides),
+        **indexed("size", [size(dim) for dim in sizes]),
+        **indexed("out_stride", strides[0]),
+        **indexed("a_stride", left_strides),
+        **indexed("b_stride", right_strides),
     )
 
 
@@ -44,7 +43,7 @@ def reduce(emitter: Emitter, step: Step) -> None:
     target = _outer(step.output, len(source.shape))
     width = _width(source)
     outer = Access(source.buffer, source.shape[:-1], source.strides[:-1], source.offset)
-    sizes, (x_strides, out_strides) = squeezed([outer, target], 4)
+    sizes, (x_strides, out_strides) = squeezed([outer, target], MAX_OUTER_DIMS)
     emitter.call(
         "reduce",
         operation=REDUCTIONS[step.node.op],
@@ -52,9 +51,9 @@ def reduce(emitter: Emitter, step: Step) -> None:
         out=emitter.address(step.output),
         width=width,
         x_inner_stride=source.strides[-1],
-        **_numbered("size", [size(dim) for dim in sizes]),
-        **_numbered("x_stride", x_strides),
-        **_numbered("out_stride", out_strides),
+        **indexed("size", [size(dim) for dim in sizes]),
+        **indexed("x_stride", x_strides),
+        **indexed("out_stride", out_strides),
     )
 
 
@@ -62,7 +61,7 @@ def softmax(emitter: Emitter, step: Step) -> None:
     """Softmax over the last dimension."""
     source, target = emitter.access(step.inputs[0]), step.output
     outer = [Access(each.buffer, each.shape[:-1], each.strides[:-1]) for each in (source, target)]
-    sizes, (x_strides, out_strides) = squeezed(outer, 4)
+    sizes, (x_strides, out_strides) = squeezed(outer, MAX_OUTER_DIMS)
     emitter.call(
         "softmax",
         x=emitter.address(step.inputs[0]),
@@ -70,9 +69,9 @@ def softmax(emitter: Emitter, step: Step) -> None:
         width=_width(source),
         x_inner_stride=source.strides[-1],
         out_inner_stride=target.strides[-1],
-        **_numbered("size", [size(dim) for dim in sizes]),
-        **_numbered("x_stride", x_strides),
-        **_numbered("out_stride", out_strides),
+        **indexed("size", [size(dim) for dim in sizes]),
+        **indexed("x_stride", x_strides),
+        **indexed("out_stride", out_strides),
     )
 
 
@@ -123,7 +122,3 @@ def _width(access: Access) -> int:
     if not isinstance(width, int):
         raise Unsupported("an operation over an open size")
     return width
-
-
-def _numbered(name: str, words: list[Word] | list[int]) -> dict[str, Word]:
-    return {f"{name}{index}": word for index, word in enumerate(words)}

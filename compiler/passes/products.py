@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -87,72 +87,50 @@ def _alike(graph: Graph, products: list[Node]) -> bool:
     return packed and fixed and len(shapes) == 1 and next(iter(shapes))[2] == 0
 
 
-@dataclass
-class _Joined:
-    """Products with one input that become one product."""
-
-    members: list[Node]
-    name: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.name = "|".join(each.output for each in self.members)
-
-
 def join_products(graph: Graph) -> Graph:
     """Products of one input (q, k and v) -> one product, of which the old ones are slices."""
     by_input: dict[tuple[str, int], list[Node]] = defaultdict(list)
     for each in graph.nodes:
         if each.op == "linear" and not each["residual"]:
             by_input[each.inputs[0], len(each.inputs)].append(each)
-    groups = [members for members in by_input.values() if len(members) > 1]
-    joined = {
-        member.output: _Joined(members)
-        for members in groups
-        if _alike(graph, members)
-        for member in members
-    }
     constants = dict(graph.constants)
-    nodes: list[Node] = []
-    for each in graph.nodes:
-        group = joined.get(each.output)
-        if group is None:
-            nodes.append(each)
-            continue
-        if group.members[0] is each:
-            nodes.append(_join(graph, group, constants))
-        start = 0
-        for member in group.members:
-            width = _weight(graph, member).num_outputs
-            if member is each:
-                dim = len(each.type.shape) - 1
-                nodes.append(
-                    node(
-                        "slice",
-                        each.output,
-                        [group.name],
-                        each.type,
-                        dim=dim,
-                        start=start,
-                        end=start + width,
-                        step=1,
-                    )
-                )
-            start += width
+    replaced: dict[str, list[Node]] = {}
+    for members in by_input.values():
+        if len(members) > 1 and _alike(graph, members):
+            joined = _join(graph, members, constants)
+            slices = _slices(graph, members, joined.output)
+            replaced |= {each.output: [each] for each in slices}
+            replaced[slices[0].output].insert(0, joined)
+    nodes = [new for each in graph.nodes for new in replaced.get(each.output, [each])]
     return graph.with_nodes(nodes, constants)
 
 
-def _join(graph: Graph, group: _Joined, constants: dict[str, Constant]) -> Node:
-    first = group.members[0]
-    weight = concatenate([_weight(graph, each) for each in group.members])
-    inputs = [first.inputs[0], f"{group.name}.weight"]
+def _join(graph: Graph, members: list[Node], constants: dict[str, Constant]) -> Node:
+    """The product of all outputs of the members, in their order."""
+    first = members[0]
+    name = "|".join(each.output for each in members)
+    weight = concatenate([_weight(graph, each) for each in members])
+    inputs = [first.inputs[0], f"{name}.weight"]
     constants[inputs[1]] = weight
     if len(first.inputs) == 3:
-        biases = [graph.constants[each.inputs[2]] for each in group.members]
+        biases = [graph.constants[each.inputs[2]] for each in members]
         tensors = [bias for bias in biases if isinstance(bias, torch.Tensor)]
-        inputs.append(f"{group.name}.bias")
+        inputs.append(f"{name}.bias")
         constants[inputs[2]] = torch.cat(tensors)
     shape = (*first.type.shape[:-1], weight.num_outputs)
-    return node("linear", group.name, inputs, TensorType(shape), int8=first["int8"])
+    return node("linear", name, inputs, TensorType(shape), int8=first["int8"])
+
+
+def _slices(graph: Graph, members: list[Node], joined: str) -> list[Node]:
+    """What each member made, as a part of what the joined product makes."""
+    slices: list[Node] = []
+    start = 0
+    for each in members:
+        dim, end = len(each.type.shape) - 1, start + _weight(graph, each).num_outputs
+        where = {"dim": dim, "start": start, "end": end, "step": 1}
+        slices.append(node("slice", each.output, [joined], each.type, **where))
+        start = end
+    return slices
 
 
 def fuse_residuals(graph: Graph) -> Graph:

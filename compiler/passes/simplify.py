@@ -4,7 +4,6 @@ import torch
 
 from headway.compiler.graph import Graph, Node
 from headway.compiler.interpret import evaluate
-from headway.kernels.packed import PackedWeight
 
 
 def fold_constants(graph: Graph) -> Graph:
@@ -71,8 +70,3 @@ def _is_identity(graph: Graph, node: Node) -> bool:
     if node["scalar"] is None or node["reversed"]:
         return False
     return (node.op, node["scalar"]) in {("mul", 1.0), ("div", 1.0), ("add", 0.0), ("sub", 0.0)}
-
-
-def is_packed(graph: Graph, name: str) -> bool:
-    """Whether a value is a packed weight."""
-    return isinstance(graph.constants.get(name), PackedWeight)

@@ -21,12 +21,12 @@ from safetensors import SafetensorError, safe_open
 
 from headway.engine.errors import ModelLoadError
 from headway.engine.models.cache import Progress
+from headway.kernels.memory import ALIGNMENT_BYTES
 from headway.kernels.pack import data_shape
 from headway.kernels.packed import FormatName, PackedWeight
 
 Weight = torch.Tensor | PackedWeight
 
-_ALIGNMENT_BYTES = 64
 _PADDING = "padding."
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -76,7 +76,7 @@ def write_weights(path: Path, plan: Mapping[str, PlannedWeight], progress: Progr
             value = made.data if isinstance(made, PackedWeight) else made.contiguous()
             assert (value.dtype, tuple(value.shape)) == planned.entry, name
             file.write(value.view(-1).view(torch.uint8).numpy().data)
-            file.write(bytes(-value.nbytes % _ALIGNMENT_BYTES))
+            file.write(bytes(-value.nbytes % ALIGNMENT_BYTES))
             done_bytes += planned.num_bytes
             progress("pack", done_bytes, total_bytes)
 
@@ -127,7 +127,7 @@ def _header(plan: Mapping[str, PlannedWeight]) -> bytes:
     for name, planned in plan.items():
         dtype, shape = planned.entry
         add(name, _DTYPE_NAMES[dtype], shape, planned.num_bytes)
-        if room := -offset % _ALIGNMENT_BYTES:
+        if room := -offset % ALIGNMENT_BYTES:
             add(f"{_PADDING}{len(entries)}", "U8", (room,), room)
     packed = {
         name: [planned.kind, *planned.shape]
@@ -135,4 +135,4 @@ def _header(plan: Mapping[str, PlannedWeight]) -> bytes:
         if not isinstance(planned.kind, torch.dtype)
     }
     header = json.dumps({"__metadata__": {"packed": json.dumps(packed)}, **entries}).encode()
-    return header + b" " * (-(8 + len(header)) % _ALIGNMENT_BYTES)
+    return header + b" " * (-(8 + len(header)) % ALIGNMENT_BYTES)

@@ -1,4 +1,4 @@
-// write_kv and move_kv: see kernels/kv_cache.py for the contracts.
+// write_kv and move_kv: see kernels/attention.py for the contracts.
 #include "kv_write.h"
 
 #include "team.h"

@@ -1,4 +1,5 @@
-// rope and rope_write_kv: see kernels/rope.py for the contracts.
+// rope: see kernels/rope.py for the contract. rope_write_kv is rope and write_kv (kernels/attention.py)
+// in one: queries and keys are rotated where they lie, then keys and values stored.
 #include "rope.h"
 
 #include "kv_write.h"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 from typing import get_args
 
 import numpy as np
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,512")
     parser.add_argument("--activations", default="int8", choices=["int8", "fp32"])
     parser.add_argument("--seconds", type=float, default=1.0, help="for each figure")
-    parser.add_argument("--cache", type=Path, default=Path("/tmp/headway-bench"))
+    parser.add_argument("--cache", type=Path, default=Path(gettempdir()) / "headway-bench")
     options = parser.parse_args()
     library = Library(build(options.level, options.cache), options.level)
     team = Team(library, options.threads)

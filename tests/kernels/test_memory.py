@@ -9,6 +9,7 @@ from headway.kernels.memory import (
     ALIGNMENT_BYTES,
     allocate,
     drop_file_pages,
+    gather,
     prefer_huge_pages,
 )
 
@@ -19,6 +20,13 @@ def test_memory_begins_at_a_cache_line_and_holds_what_is_written(num_bytes: int)
     assert memory.data_ptr() % ALIGNMENT_BYTES == 0
     assert memory.shape == (num_bytes,)
     assert memory.fill_(7).eq(7).all()
+
+
+def test_gathered_tensors_lie_in_one_memory_each_from_a_cache_line_on() -> None:
+    tensors = [torch.randint(0, 255, shape, dtype=torch.uint8) for shape in ((3, 5), (0, 2), (70,))]
+    copies = gather(tensors)
+    assert copies[2].data_ptr() - copies[0].data_ptr() == ALIGNMENT_BYTES
+    assert all(torch.equal(copy, each) for copy, each in zip(copies, tensors, strict=True))
 
 
 def test_advice_changes_no_value() -> None:
