@@ -18,18 +18,26 @@ from headway.compiler.capture import MODULE_PREFIX, capture
 from headway.compiler.graph import Graph, Unsupported
 from headway.compiler.graph_file import load_graph, save_graph
 from headway.compiler.step import compile_graph
+from headway.engine import runner
 from headway.engine.batch import ForwardInput, ForwardOutput
 from headway.engine.config import MAX_NODES, EngineConfig
 from headway.engine.kv_cache import KVCache
-from headway.engine.models import attention
-from headway.engine.runner import output_projection
+from headway.engine.models import attention, packed_modules
+from headway.kernels import ops
 from headway.kernels.cache import cache_folder
 from headway.kernels.cpu.library import Team
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = (__file__, capture_module.__file__, attention.__file__)
-"""The code that a graph in the cache depends on."""
+_SOURCES = (
+    __file__,
+    capture_module.__file__,
+    attention.__file__,
+    packed_modules.__file__,
+    runner.__file__,
+    ops.__file__,
+)
+"""The code of ours that is traced, or traces: a graph in the cache depends on it."""
 
 _OPEN_SIZES = {
     **{name: {0: "T"} for name in ("token_ids", "positions", "slots", "tree_masks")},
@@ -49,7 +57,7 @@ class _Pass(torch.nn.Module):
         untyped: Any = model
         self.model = model
         self._decoder = untyped.get_decoder()
-        self._project = output_projection(model)
+        self._project = runner.output_projection(model)
         self.block_size = cache.block_size
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
