@@ -369,6 +369,22 @@ def _index(importer: _Importer, each: fx.Node, x: fx.Node, indices: list[fx.Node
     return importer.emit("gather_rows", each, [x, indices[0]])
 
 
+def _layer_norm(
+    importer: _Importer,
+    each: fx.Node,
+    x: fx.Node,
+    shape: list[int],
+    weight: fx.Node | None = None,
+    bias: fx.Node | None = None,
+    epsilon: float = 1e-5,
+    *_: Any,
+) -> Node:
+    if len(shape) != 1 or weight is None:
+        raise Unsupported("a layer_norm over several dimensions, or without a weight")
+    inputs = [x, weight, *([] if bias is None else [bias])]
+    return importer.emit("layer_norm", each, inputs, epsilon=epsilon)
+
+
 def _rms_norm(
     importer: _Importer,
     each: fx.Node,
@@ -445,6 +461,7 @@ _OPERATIONS: dict[str, _Maker] = {
     "aten.bmm": lambda importer, each, x, y: importer.emit("matmul", each, [x, y]),
     "aten.mm": lambda importer, each, x, y: importer.emit("matmul", each, [x, y]),
     "aten.rms_norm": _rms_norm,
+    "aten.layer_norm": _layer_norm,
     "headway.linear": _packed_linear,
     "headway.embedding": _packed_embedding,
     "headway.attention": _attention,

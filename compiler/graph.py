@@ -58,7 +58,15 @@ BINARY = frozenset(["add", "sub", "mul", "div", "pow", "maximum", "minimum"])
 LAST_DIM = frozenset(["sum", "mean", "max", "softmax"])
 PRODUCTS = frozenset(["linear", "matmul", "embedding", "gather_rows", "attention"])
 FUSED = frozenset(
-    ["rms_norm", "rope", "rotated_attention", "gated_linear", "quantise_rows", "output_head"]
+    [
+        "layer_norm",
+        "rms_norm",
+        "rope",
+        "rotated_attention",
+        "gated_linear",
+        "quantise_rows",
+        "output_head",
+    ]
 )
 VOCABULARY = MOVEMENT | UNARY | BINARY | LAST_DIM | PRODUCTS | FUSED
 

@@ -148,6 +148,9 @@ _OTHERS: dict[str, Callable[..., torch.Tensor]] = {
     "embedding": lambda node, sizes, ids, weight: functional.embedding(ids, weight),
     "linear": _linear,
     "rms_norm": _rms_norm,
+    "layer_norm": lambda node, sizes, x, *affine: functional.layer_norm(
+        x, x.shape[-1:], *affine, eps=node["epsilon"]
+    ),
     "rope": _rope,
     "gated_linear": _gated_linear,
     "output_head": _output_head,

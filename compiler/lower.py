@@ -18,6 +18,7 @@ LOWERING: Mapping[str, Rule] = {
     **dict.fromkeys(("sum", "mean", "max"), pointwise.reduce),
     "softmax": pointwise.softmax,
     "matmul": pointwise.matmul,
+    "layer_norm": sequences.layer_norm,
     "rms_norm": sequences.rms_norm,
     "rope": sequences.rope,
     "attention": sequences.attention,

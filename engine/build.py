@@ -86,7 +86,7 @@ def build_engine(
     """
     torch.set_num_threads(config.num_threads or usable_cores())
     num_blocks = _num_blocks(model, config)
-    dtype = _cache_dtype(model, config)
+    dtype = resolve_cache_dtype(model, config)
     cache = KVCache(model.config, num_blocks, config.block_size, dtype, model.device, team)
     use_team(model, team)
     compiled = _compiled(model, cache, config, team)
@@ -124,7 +124,7 @@ def _compiled(
 
 
 def _num_blocks(model: PreTrainedModel, config: EngineConfig) -> int:
-    one = block_bytes(model.config, config.block_size, _cache_dtype(model, config))
+    one = block_bytes(model.config, config.block_size, resolve_cache_dtype(model, config))
     num_blocks = (config.kv_cache_bytes or _default_cache_bytes(model.device)) // one
     if config.kv_cache_bytes > (num_free := free_bytes(model.device)):
         raise ModelLoadError(
@@ -139,7 +139,7 @@ def _num_blocks(model: PreTrainedModel, config: EngineConfig) -> int:
     return num_blocks
 
 
-def _cache_dtype(model: PreTrainedModel, config: EngineConfig) -> torch.dtype:
+def resolve_cache_dtype(model: PreTrainedModel, config: EngineConfig) -> torch.dtype:
     """What `config.kv_cache_dtype` means for this model."""
     if config.kv_cache_dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)

@@ -13,6 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from headway.engine.build import resolve_cache_dtype
+from headway.engine.config import EngineConfig
+from headway.engine.kv_cache import block_bytes
 from headway.server.engine_bench import CaseResult
 
 MIN_READ_BYTES = 64 << 20
@@ -90,11 +93,13 @@ class Roofline:
     bounds: tuple[Bound, ...]
 
 
-def measure_roofline(model: PreTrainedModel, cases: Sequence[CaseResult]) -> Roofline | None:
+def measure_roofline(
+    model: PreTrainedModel, config: EngineConfig, cases: Sequence[CaseResult]
+) -> Roofline | None:
     """Bound the mean step of each case; None on a GPU, whose rates are not measured here."""
     if model.device.type != "cpu":
         return None
-    work = model_work(model)
+    work = model_work(model, resolve_cache_dtype(model, config))
     rates = measure_rates(work)
     return Roofline(work, rates, tuple(bound_of(work, rates, case) for case in cases))
 
@@ -111,8 +116,8 @@ def bound_of(work: ModelWork, rates: MachineRates, case: CaseResult) -> Bound:
     )
 
 
-def model_work(model: PreTrainedModel) -> ModelWork:
-    """Read off a loaded model what its steps cost."""
+def model_work(model: PreTrainedModel, cache_dtype: torch.dtype = torch.float32) -> ModelWork:
+    """Read off a loaded model what its steps cost with keys and values of a type."""
     untyped: Any = model
     products = [
         module
@@ -132,7 +137,7 @@ def model_work(model: PreTrainedModel) -> ModelWork:
     return ModelWork(
         weight_bytes=sum(held.values()),
         multiply_adds=sum(each.in_features * each.out_features for each in products),
-        cache_bytes=2 * layers * config.num_key_value_heads * head_size * model.dtype.itemsize,
+        cache_bytes=block_bytes(config, 1, cache_dtype),
         attention_multiply_adds=2 * layers * config.num_attention_heads * head_size,
         arithmetic=_arithmetic(max(products, key=lambda each: each.in_features)),
     )

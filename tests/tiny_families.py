@@ -13,6 +13,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Starcoder2Config,
 )
 
 SIZES = {
@@ -50,6 +51,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **SIZES, use_sliding_window=True, sliding_window=9, layer_types=SLIDING
     ),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
+    "starcoder2_layer_norm": lambda: Starcoder2Config(**SIZES, sliding_window=None),
     "gemma2_softcaps": lambda: Gemma2Config(
         **SIZES,
         head_dim=8,

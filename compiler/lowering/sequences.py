@@ -14,21 +14,30 @@ _NUM_TABLES = 7
 
 def rms_norm(emitter: Emitter, step: Step) -> None:
     """Rows, or heads within rows."""
+    emitter.call("rms_norm", **_norm(emitter, step))
+
+
+def layer_norm(emitter: Emitter, step: Step) -> None:
+    """Rows, or heads within rows; with a bias or without."""
+    bias = emitter.address(step.inputs[2]) if len(step.inputs) > 2 else None
+    emitter.call("layer_norm", **_norm(emitter, step), bias=bias)
+
+
+def _norm(emitter: Emitter, step: Step) -> dict[str, Word]:
     x, out = Rows.of(emitter.access(step.inputs[0])), Rows.of(step.output)
-    emitter.call(
-        "rms_norm",
-        x=emitter.address(step.inputs[0]),
-        x_stride=x.stride,
-        x_inner_stride=x.inner_stride,
-        weight=emitter.address(step.inputs[1]),
-        epsilon=step.node["epsilon"],
-        out=emitter.address(step.output),
-        out_stride=out.stride,
-        out_inner_stride=out.inner_stride,
-        num_rows=size(x.num_rows),
-        num_inner=x.num_inner,
-        width=x.width,
-    )
+    return {
+        "x": emitter.address(step.inputs[0]),
+        "x_stride": x.stride,
+        "x_inner_stride": x.inner_stride,
+        "weight": emitter.address(step.inputs[1]),
+        "epsilon": step.node["epsilon"],
+        "out": emitter.address(step.output),
+        "out_stride": out.stride,
+        "out_inner_stride": out.inner_stride,
+        "num_rows": size(x.num_rows),
+        "num_inner": x.num_inner,
+        "width": x.width,
+    }
 
 
 def rope(emitter: Emitter, step: Step) -> None:

@@ -118,7 +118,7 @@ def bench_engine(config: BenchEngineConfig) -> int:
         bars.update(task, description="prompts")
         first_tokens = measure_first_tokens(config, assembled, requests)
     memory = resident_bytes(peak=True) - bytes_before  # before the roofline's probes take theirs
-    roofline = measure_roofline(assembled.loaded.model, cases)
+    roofline = measure_roofline(assembled.loaded.model, assembled.settings.engine, cases)
     Console().print(*_tables(cases, roofline))
     Console().print(*_lines(first_tokens, memory), sep="\n")
     differences = _differences(outputs) if config.check_identical else []
