@@ -74,13 +74,18 @@ class Program:
         arena: torch.Tensor,
         offsets: Mapping[str, int],
         outputs: Mapping[str, Output],
+        max_sizes: Mapping[str, int],
         team: Team,
     ) -> None:
-        """arena: uint8; offsets: where in it each buffer begins. Constants in calls are kept alive."""
+        """arena: uint8; offsets: where in it each buffer begins; max_sizes: what it has room for.
+
+        Constants in calls are kept alive.
+        """
         self.calls = tuple(calls)
         self._arena = arena
         self._offsets = offsets
         self._outputs = outputs
+        self._max_sizes = max_sizes
         self._team = team
         self._open: list[str] = sorted(
             {w.name for call in calls for w in call.arguments.values() if isinstance(w, Open)}
@@ -104,7 +109,11 @@ class Program:
         """Run every call. inputs: contiguous tensors, read where they lie; nothing is allocated.
 
         A name that the caller leaves out of both is a null pointer: an output that is not wanted.
+        Raises ValueError for a size that the arena has no room for.
         """
+        for name, most in self._max_sizes.items():
+            if sizes[name] > most:
+                raise ValueError(f"{name} is {sizes[name]}; the program has room for {most}")
         values = [
             inputs[name].data_ptr() if name in inputs else sizes.get(name, 0) for name in self._open
         ]

@@ -58,4 +58,4 @@ def compile_graph(
     kept = {output.place.buffer for output in lowered.outputs.values()}
     offsets, num_bytes = plan_memory(lives(lowered.calls, lowered.buffers, kept, max_sizes))
     calls = gather_weights(lowered.calls)
-    return Program(calls, allocate(num_bytes), offsets, lowered.outputs, team)
+    return Program(calls, allocate(num_bytes), offsets, lowered.outputs, max_sizes, team)

@@ -19,7 +19,7 @@ from headway.compiler.graph import Graph
 from headway.compiler.graph_file import load_graph, save_graph
 from headway.compiler.step import compile_graph
 from headway.engine.batch import ForwardInput, ForwardOutput
-from headway.engine.config import EngineConfig
+from headway.engine.config import MAX_NODES, EngineConfig
 from headway.engine.kv_cache import KVCache
 from headway.engine.models import attention
 from headway.engine.runner import output_projection
@@ -86,7 +86,9 @@ class CompiledStep:
         if cache.scales is not None:
             bound["scales"] = cache.scales
         graph = _graph(_Pass(model, cache), _example() | bound)
-        max_sizes = {"T": config.max_batch_tokens, "R": config.max_batch_tokens}
+        # Warming up times passes of as many rows as a tree has, however small a step may be later.
+        most = max(config.max_batch_tokens, MAX_NODES)
+        max_sizes = {"T": most, "R": most}
         self._program = compile_graph(graph, bound, max_sizes, team)
         rounds = any(node["int8"] for node in graph.nodes)
         # Rounding to int8 can fall to the other side of a half by the last bit of a sum.
