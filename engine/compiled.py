@@ -14,21 +14,28 @@ import transformers
 from transformers import PreTrainedModel
 
 from headway.compiler import capture as capture_module
+from headway.compiler import graph as graph_module
+from headway.compiler import graph_file
 from headway.compiler.capture import MODULE_PREFIX, capture
 from headway.compiler.graph import Graph
 from headway.compiler.graph_file import load_graph, save_graph
 from headway.compiler.step import compile_graph
+from headway.engine import runner as runner_module
 from headway.engine.batch import ForwardInput, ForwardOutput
 from headway.engine.config import MAX_NODES, EngineConfig
 from headway.engine.kv_cache import KVCache
-from headway.engine.models import attention
+from headway.engine.models import attention, packed_modules
 from headway.engine.runner import output_projection
 from headway.kernels.cache import cache_folder
 from headway.kernels.cpu.library import Team
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = (__file__, capture_module.__file__, attention.__file__)
+_SOURCES = (
+    __file__,
+    *(module.__file__ for module in (capture_module, graph_module, graph_file)),
+    *(module.__file__ for module in (attention, packed_modules, runner_module)),
+)
 """The code that a graph in the cache depends on."""
 
 _OPEN_SIZES = {
