@@ -20,6 +20,7 @@ from headway.engine.runner import ModelRunner
 from headway.engine.stats import StepRecord
 from headway.engine.tree import Drafter
 from headway.engine.validation import Limits
+from headway.kernels.attention import CACHE_TYPES
 from headway.kernels.cpu.library import Team
 from headway.kernels.native import NativeUnavailable, start_team
 
@@ -86,7 +87,9 @@ def build_engine(
     torch.set_num_threads(config.num_threads or usable_cores())
     num_blocks = _num_blocks(model, config)
     dtype = _cache_dtype(model, config)
-    cache = KVCache(model.config, num_blocks, config.block_size, dtype, model.device, team)
+    # The native attention has no float16: there, torch's serves.
+    attends = team if dtype in CACHE_TYPES else None
+    cache = KVCache(model.config, num_blocks, config.block_size, dtype, model.device, attends)
     use_team(model, team)
     engine = Engine(
         ModelRunner(model, _compiled(model, cache, config, team)),

@@ -160,6 +160,20 @@ def test_a_model_that_cannot_be_compiled_runs_eagerly_and_says_so_once(
     assert len(run(engine, [request("r", prompt(9), 8)])["r"].token_ids) == 8
 
 
+@pytest.mark.parametrize(
+    ("dtype", "compiles"), [("bfloat16", True), ("float16", False)], ids=["bfloat16", "float16"]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_models_of_16_bits_are_served(
+    family: str, dtype: str, compiles: bool, native_team: Team
+) -> None:
+    under_test = model(FAMILIES[family](), ATTENTION).to(getattr(torch, dtype))
+    config = replace(SMALL, dtype=dtype)  # type: ignore[arg-type]  # a name from the table
+    engine = build_engine(under_test, (), config, team=native_team)
+    assert (engine.runner.compiled is not None) == compiles
+    assert len(run(engine, [request("r", prompt(9), 8)])["r"].token_ids) == 8
+
+
 def test_compile_off_runs_the_modules(native_team: Team) -> None:
     under_test = model(FAMILIES["llama"](), ATTENTION)
     engine = build_engine(under_test, (), replace(SMALL, compile="off"), team=native_team)
