@@ -1,8 +1,10 @@
 """Graphs as JSON files, so that a second start need not trace the model again.
 
-A file holds no weights: constants are named as the module names them, and are the module's own.
+A file holds no weights: constants are named as the module names them, and are the module's own. Its
+first line is the SHA-256 of the rest, since numbers in it become addresses that nothing checks again.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,13 +42,17 @@ def save_graph(graph: Graph, tensors: Mapping[str, torch.Tensor], path: Path) ->
         "outputs": dict(graph.outputs),
     }
     staging = path.with_suffix(".partial")
-    staging.write_text(json.dumps(written))
+    text = json.dumps(written)
+    staging.write_text(f"{_digest(text)}\n{text}")
     staging.rename(path)
 
 
 def load_graph(path: Path, tensors: Mapping[str, torch.Tensor]) -> Graph:
     """Read a graph and give it its constants. Raises OSError, ValueError or KeyError."""
-    read = json.loads(path.read_text())
+    digest, _, text = path.read_text().partition("\n")
+    if digest != _digest(text):
+        raise ValueError("it is damaged: its text has another SHA-256 than its first line says")
+    read = json.loads(text)
     constants: dict[str, Constant] = {}
     for name in read["constants"]:
         if name in read["weights"]:
@@ -63,6 +69,10 @@ def load_graph(path: Path, tensors: Mapping[str, torch.Tensor]) -> Graph:
     ]
     inputs = {name: _read_type(each) for name, each in read["inputs"].items()}
     return Graph(inputs, constants, tuple(nodes), read["outputs"])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _type(each: TensorType) -> list[Any]:

@@ -148,8 +148,8 @@ _OTHERS: dict[str, Callable[..., torch.Tensor]] = {
     "embedding": lambda node, sizes, ids, weight: functional.embedding(ids, weight),
     "linear": _linear,
     "rms_norm": _rms_norm,
-    "layer_norm": lambda node, sizes, x, *affine: functional.layer_norm(
-        x, x.shape[-1:], *affine, eps=node["epsilon"]
+    "layer_norm": lambda node, sizes, x, weight, bias=None: functional.layer_norm(
+        x, x.shape[-1:], weight, bias, node["epsilon"]
     ),
     "rope": _rope,
     "gated_linear": _gated_linear,

@@ -77,7 +77,7 @@ class Program:
         max_sizes: Mapping[str, int],
         team: Team,
     ) -> None:
-        """arena: uint8; offsets: where in it each buffer begins; max_sizes: what it was planned for.
+        """arena: uint8; offsets: where in it each buffer begins; max_sizes: what it has room for.
 
         Constants in calls are kept alive.
         """
@@ -109,12 +109,11 @@ class Program:
         """Run every call. inputs: contiguous tensors, read where they lie; nothing is allocated.
 
         A name that the caller leaves out of both is a null pointer: an output that is not wanted.
+        Raises ValueError for a size that the arena has no room for.
         """
         for name, most in self._max_sizes.items():
             if not 0 <= sizes[name] <= most:  # the kernels check nothing
-                raise ValueError(
-                    f"{name} is {sizes[name]}; the program was made for {most} at most"
-                )
+                raise ValueError(f"{name} is {sizes[name]}; the program has room for {most}")
         values = [
             inputs[name].data_ptr() if name in inputs else sizes.get(name, 0) for name in self._open
         ]

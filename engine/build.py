@@ -20,6 +20,7 @@ from headway.engine.runner import ModelRunner
 from headway.engine.stats import StepRecord
 from headway.engine.tree import Drafter
 from headway.engine.validation import Limits
+from headway.kernels.attention import CACHE_TYPES
 from headway.kernels.cpu.library import Team
 from headway.kernels.memory import trim_heap
 from headway.kernels.native import NativeUnavailable, start_team
@@ -87,7 +88,9 @@ def build_engine(
     torch.set_num_threads(config.num_threads or usable_cores())
     num_blocks = _num_blocks(model, config)
     dtype = resolve_cache_dtype(model, config)
-    cache = KVCache(model.config, num_blocks, config.block_size, dtype, model.device, team)
+    # The native attention has no float16: there, torch's serves.
+    attends = team if dtype in CACHE_TYPES else None
+    cache = KVCache(model.config, num_blocks, config.block_size, dtype, model.device, attends)
     use_team(model, team)
     compiled = _compiled(model, cache, config, team)
     trim_heap()

@@ -14,15 +14,18 @@ import transformers
 from transformers import PreTrainedModel
 
 from headway.compiler import capture as capture_module
+from headway.compiler import graph as graph_module
+from headway.compiler import graph_file
 from headway.compiler.capture import MODULE_PREFIX, capture
 from headway.compiler.graph import Graph, Unsupported
 from headway.compiler.graph_file import load_graph, save_graph
 from headway.compiler.step import compile_graph
-from headway.engine import runner
+from headway.engine import runner as runner_module
 from headway.engine.batch import ForwardInput, ForwardOutput
 from headway.engine.config import MAX_NODES, EngineConfig
 from headway.engine.kv_cache import KVCache
 from headway.engine.models import attention, packed_modules
+from headway.engine.runner import output_projection
 from headway.kernels import ops
 from headway.kernels.cache import cache_folder
 from headway.kernels.cpu.library import Team
@@ -31,11 +34,8 @@ logger = logging.getLogger(__name__)
 
 _SOURCES = (
     __file__,
-    capture_module.__file__,
-    attention.__file__,
-    packed_modules.__file__,
-    runner.__file__,
-    ops.__file__,
+    *(module.__file__ for module in (capture_module, graph_module, graph_file, ops)),
+    *(module.__file__ for module in (attention, packed_modules, runner_module)),
 )
 """The code of ours that is traced, or traces: a graph in the cache depends on it."""
 
@@ -57,7 +57,7 @@ class _Pass(torch.nn.Module):
         untyped: Any = model
         self.model = model
         self._decoder = untyped.get_decoder()
-        self._project = runner.output_projection(model)
+        self._project = output_projection(model)
         self.block_size = cache.block_size
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -94,12 +94,14 @@ class CompiledStep:
         if cache.scales is not None:
             bound["scales"] = cache.scales
         graph = _graph(_Pass(model, cache), _example() | bound)
+        # Warming up times passes of as many rows as a tree has, however small a step may be later.
         most = max(config.max_batch_tokens, MAX_NODES)
         self._program = compile_graph(graph, bound, {"T": most, "R": most}, team)
         if "best_ids" not in self._program.outputs:
             raise Unsupported("its output head is no product that is at most soft-capped")
-        rounds = any(node["int8"] for node in graph.nodes)
-        # Rounding to int8 can fall to the other side of a half by the last bit of a sum.
+        # Rounding to int8 can fall to the other side of a half by the last bit of a sum, and modules
+        # of 16 bits round in every layer what is computed in float32 here.
+        rounds = model.dtype.itemsize < 4 or any(node["int8"] for node in graph.nodes)
         self.max_difference = 0.2 if rounds else 1e-2
         self._vocab_size: int = model.config.get_text_config().vocab_size
 
@@ -175,6 +177,6 @@ def _key(
         *(f"{name} {tuple(each.shape)} {each.dtype}" for name, each in named.items()),
         *(f"{name} {each}" for name, each in module.named_modules() if not any(each.children())),
         str(module.block_size),
-        *(Path(source).read_text() for source in _SOURCES),
+        *(Path(str(source)).read_text() for source in _SOURCES),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

@@ -171,6 +171,8 @@ def _layer(
     """The arguments that describe one layer of the cache."""
     layer: int = step.node["layer"]
     cache = _bound(emitter, cache_name)
+    if cache.dtype not in CACHE_TYPES:
+        raise Unsupported(f"a cache of {cache.dtype}")
     keys, values = cache[layer]
     scales = None if scales_name is None else _bound(emitter, scales_name)[layer]
     return {

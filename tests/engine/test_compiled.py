@@ -138,6 +138,26 @@ def test_drafts_chunks_and_batches_change_no_bit(config: dict[str, int], native_
     assert {n: a.token_ids for n, a in eager.items()} == {n: a.token_ids for n, a in plain.items()}
 
 
+@pytest.mark.parametrize("adaptive_drafts", [False, True])
+def test_warming_up_has_room_where_steps_are_small(
+    adaptive_drafts: bool, native_team: Team
+) -> None:
+    config = {"max_batch_tokens": 2, "max_running_requests": 1, "adaptive_drafts": adaptive_drafts}
+    few = answers(native_team, ScriptedDrafter(), **config)
+    assert {n: a.token_ids for n, a in few.items()} == {
+        n: a.token_ids for n, a in answers(native_team, None).items()
+    }
+
+
+def test_more_rows_than_there_is_room_for_are_refused(native_team: Team) -> None:
+    under_test = model(FAMILIES["llama"](), ATTENTION)
+    cache = cache_of(under_test)
+    compiled = CompiledStep(under_test, cache, replace(SMALL, max_batch_tokens=70), native_team)
+    compiled.forward(spans(cache, 70))
+    with pytest.raises(ValueError, match="T is 71; the program has room for 70"):
+        compiled.forward(spans(cache, 71))
+
+
 def test_a_model_that_cannot_be_compiled_runs_eagerly_and_says_so_once(
     native_team: Team, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -147,6 +167,20 @@ def test_a_model_that_cannot_be_compiled_runs_eagerly_and_says_so_once(
     assert engine.runner.compiled is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "compile=off" in caplog.text
+    assert len(run(engine, [request("r", prompt(9), 8)])["r"].token_ids) == 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compiles"), [("bfloat16", True), ("float16", False)], ids=["bfloat16", "float16"]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_models_of_16_bits_are_served(
+    family: str, dtype: str, compiles: bool, native_team: Team
+) -> None:
+    under_test = model(FAMILIES[family](), ATTENTION).to(getattr(torch, dtype))
+    config = replace(SMALL, dtype=dtype)  # type: ignore[arg-type]  # a name from the table
+    engine = build_engine(under_test, (), config, team=native_team)
+    assert (engine.runner.compiled is not None) == compiles
     assert len(run(engine, [request("r", prompt(9), 8)])["r"].token_ids) == 8
 
 
