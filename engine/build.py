@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from headway.engine.engine import Engine
 from headway.engine.errors import ModelLoadError
 from headway.engine.kv_cache import KVCache, block_bytes
 from headway.engine.machine import free_bytes, usable_cores
+from headway.engine.models.cache import Progress, no_progress
 from headway.engine.models.packed_modules import drop_pages, is_packed, use_team
 from headway.engine.runner import ModelRunner
 from headway.engine.stats import StepRecord
@@ -57,7 +59,7 @@ def resolve_dtype(config: EngineConfig) -> torch.dtype:
     return dtype
 
 
-def resolve_team(config: EngineConfig) -> Team | None:
+def resolve_team(config: EngineConfig, progress: Progress = no_progress) -> Team | None:
     """Start the threads for the native kernels; None where the reference serves, and on a GPU.
 
     Raises ModelLoadError when `config.kernels` names a level that cannot be had.
@@ -66,7 +68,12 @@ def resolve_team(config: EngineConfig) -> Team | None:
         return None
     num_threads = config.num_threads or usable_cores()
     try:
-        return start_team(config.kernels, num_threads, pinned=config.pin_threads)
+        return start_team(
+            config.kernels,
+            num_threads,
+            pinned=config.pin_threads,
+            progress=partial(progress, "compile"),
+        )
     except NativeUnavailable as error:
         raise ModelLoadError(str(error)) from error
 
@@ -110,7 +117,20 @@ def build_engine(
         trim_heap()
         # torch's own threads would spin after each operation, on the cores that the team needs.
         torch.set_num_threads(1)
+    _log_what_runs(engine, cache, config, team)
     return engine
+
+
+def _log_what_runs(engine: Engine, cache: KVCache, config: EngineConfig, team: Team | None) -> None:
+    """Tell what `auto` came to, which the settings in the log do not."""
+    logger.info(
+        "kernels=%s compile=%s num_threads=%d kv_cache_dtype=%s kv_cache_tokens=%d",
+        "reference" if team is None else team.library.level,
+        "off" if engine.runner.compiled is None else "on",
+        config.num_threads or usable_cores(),
+        str(cache.data.dtype).removeprefix("torch."),
+        cache.num_blocks * config.block_size,
+    )
 
 
 def _compiled(

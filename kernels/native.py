@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from headway.kernels.cache import cache_folder
-from headway.kernels.cpu.build import BuildError, build
+from headway.kernels.cpu.build import BuildError, CompileProgress, build, no_progress
 from headway.kernels.cpu.levels import LEVELS, KernelChoice, LevelName, usable_levels
 from headway.kernels.cpu.library import Library, Team
 
@@ -21,7 +21,13 @@ class NativeUnavailable(Exception):
     """The native bodies cannot serve here; says why and what would help."""
 
 
-def start_team(choice: KernelChoice, num_threads: int, *, pinned: bool = False) -> Team | None:
+def start_team(
+    choice: KernelChoice,
+    num_threads: int,
+    *,
+    pinned: bool = False,
+    progress: CompileProgress = no_progress,
+) -> Team | None:
     """Start the threads that run native bodies; None means that the reference serves.
 
     `auto` takes the best level that works, and where none does logs why and returns None.
@@ -32,7 +38,7 @@ def start_team(choice: KernelChoice, num_threads: int, *, pinned: bool = False) 
     if choice == "reference":
         return None
     try:
-        library = load_library(choice)
+        library = load_library(choice, progress)
         return Team(library, num_threads, pinned=pinned)
     except (NativeUnavailable, OSError) as error:
         if choice != "auto":
@@ -41,7 +47,9 @@ def start_team(choice: KernelChoice, num_threads: int, *, pinned: bool = False) 
         return None
 
 
-def load_library(choice: Literal["auto"] | LevelName) -> Library:
+def load_library(
+    choice: Literal["auto"] | LevelName, progress: CompileProgress = no_progress
+) -> Library:
     """Load the bodies for a level, compiled if need be; `auto` is the best level that works.
 
     Raises:
@@ -58,7 +66,7 @@ def load_library(choice: Literal["auto"] | LevelName) -> Library:
     reasons = [] if levels else ["this processor is no x86-64 with AVX2"]
     for level in reversed(levels):
         try:
-            library = _load(level, cache_folder() / "kernels")
+            library = _load(level, cache_folder() / "kernels", progress)
         except (BuildError, OSError) as error:
             reasons.append(str(error))
             continue
@@ -68,14 +76,14 @@ def load_library(choice: Literal["auto"] | LevelName) -> Library:
     raise NativeUnavailable(reasons[0])
 
 
-def _load(level: LevelName, folder: Path) -> Library:
+def _load(level: LevelName, folder: Path, progress: CompileProgress) -> Library:
     try:
-        path = build(level, folder)
+        path = build(level, folder, progress=progress)
     except OSError as error:
         logger.warning(
             "kernels are compiled at each start, because %s: set HEADWAY_CACHE_DIR", error
         )
         # What is loaded stays in memory when its file is gone.
         with tempfile.TemporaryDirectory(prefix="headway-kernels-") as private:
-            return Library(build(level, Path(private)), level)
+            return Library(build(level, Path(private), progress=progress), level)
     return Library(path, level)

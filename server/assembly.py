@@ -79,7 +79,8 @@ def assemble(settings: ModelSettings, progress: Progress = no_progress) -> Assem
         activations=settings.engine.activations,
         progress=progress,
     )
-    return Assembled(settings, loaded, load_tokenizer(loaded.path), resolve_team(settings.engine))
+    team = resolve_team(settings.engine, progress)
+    return Assembled(settings, loaded, load_tokenizer(loaded.path), team)
 
 
 def make_engine(

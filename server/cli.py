@@ -101,7 +101,7 @@ def split_command(arguments: Sequence[str]) -> tuple[str, list[str]]:
 def usage(group: str = "") -> str:
     """Describe all commands, or those of a group, in 80 columns."""
     listed = {name: command for name, command in COMMANDS.items() if name.startswith(group)}
-    lines = [f"  {name:14}{command.summary}" for name, command in listed.items()]
+    lines = [f"  {name:16}{command.summary}" for name, command in listed.items()]
     return "\n".join(
         [
             "usage: headway COMMAND [OPTIONS]",

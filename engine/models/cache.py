@@ -14,7 +14,7 @@ from headway.engine.errors import ModelLoadError
 from headway.kernels.cache import make_folder
 
 Progress = Callable[[str, int, int], None]
-"""Called with (stage, bytes done, bytes in all); stages are download, unpack, convert, pack and load."""
+"""Called with (stage, bytes done, bytes in all); stages are download, unpack, convert, pack, load and compile."""
 
 
 def no_progress(stage: str, done_bytes: int, total_bytes: int) -> None:

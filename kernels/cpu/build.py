@@ -9,8 +9,8 @@ import os
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from headway.kernels.cache import make_folder
@@ -24,6 +24,14 @@ _COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-Wall", "-Wextra")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _TIMEOUT_SECONDS = 600
+
+
+CompileProgress = Callable[[int, int], None]
+"""Called with the bytes of C++ that are compiled, and those in all."""
+
+
+def no_progress(done_bytes: int, total_bytes: int) -> None:
+    """Report to nobody."""
 
 
 class BuildError(Exception):
@@ -50,11 +58,17 @@ def compiler_version(compiler: Sequence[str]) -> str:
 
 
 def build(
-    level: LevelName, folder: Path, *, sources: Path = SOURCES, sanitizers: Sequence[str] = ()
+    level: LevelName,
+    folder: Path,
+    *,
+    sources: Path = SOURCES,
+    sanitizers: Sequence[str] = (),
+    progress: CompileProgress = no_progress,
 ) -> Path:
     """Return the shared library for `level`, compiled if `folder` does not hold it undamaged.
 
     `sources` is a folder of .cpp and .h files. The sanitizers are the compiler's: address, undefined.
+    `progress` is told only when something is compiled, from this thread.
 
     Raises:
         BuildError: it cannot be compiled.
@@ -71,7 +85,7 @@ def build(
 
     def fill(staging: Path) -> None:
         logger.info("compiling the kernels for %s, once, into %s", level, folder)
-        _compile(command, list(sources.glob("*.cpp")), staging)
+        _compile(command, list(sources.glob("*.cpp")), staging, progress)
 
     return _library(make_folder(folder / f"{level}-{key}", fill, _is_whole))
 
@@ -80,7 +94,9 @@ def _library(folder: Path) -> Path:
     return folder / "kernels.so"
 
 
-def _compile(command: Sequence[str], sources: Sequence[Path], folder: Path) -> None:
+def _compile(
+    command: Sequence[str], sources: Sequence[Path], folder: Path, progress: CompileProgress
+) -> None:
     """Compile the sources side by side and link them; the library ends in its own SHA-256."""
     # The longest first: whoever is started last is waited for.
     sources = sorted(sources, key=lambda path: (-path.stat().st_size, path.name))
@@ -90,7 +106,16 @@ def _compile(command: Sequence[str], sources: Sequence[Path], folder: Path) -> N
         for source, out in zip(sources, objects, strict=True)
     ]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(_run, jobs))
+        runs = {
+            pool.submit(_run, job): source.stat().st_size
+            for job, source in zip(jobs, sources, strict=True)
+        }
+        done_bytes, total_bytes = 0, sum(runs.values())
+        progress(done_bytes, total_bytes)
+        for run in as_completed(runs):
+            run.result()
+            done_bytes += runs[run]
+            progress(done_bytes, total_bytes)
     _run([*command, "-shared", *map(str, objects), "-o", str(_library(folder))])
     for path in objects:
         path.unlink()

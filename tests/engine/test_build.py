@@ -1,10 +1,13 @@
 """Where a model runs and how large its cache is when nobody says."""
 
+import logging
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from headway.engine import build
-from headway.engine.build import resolve_device, resolve_dtype, resolve_team
+from headway.engine.build import build_engine, resolve_device, resolve_dtype, resolve_team
 from headway.engine.config import EngineConfig
 from headway.engine.errors import ModelLoadError
 from headway.kernels import native
@@ -53,17 +56,22 @@ def test_auto_dtype_follows_the_device(
 
 def test_a_team_is_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
+    told = []
 
-    def start_team(choice: str, num_threads: int, *, pinned: bool) -> None:
+    def start_team(
+        choice: str, num_threads: int, *, pinned: bool, progress: Callable[[int, int], None]
+    ) -> None:
         asked.append((choice, num_threads, pinned))
+        progress(1, 2)
 
     monkeypatch.setattr(build, "start_team", start_team)
     monkeypatch.setattr(build, "usable_cores", lambda: 6)
-    resolve_team(EngineConfig(device="cpu"))
+    resolve_team(EngineConfig(device="cpu"), lambda *report: told.append(report))
     resolve_team(EngineConfig(device="cpu", kernels="avx2", num_threads=3, pin_threads=True))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     resolve_team(EngineConfig())
     assert asked == [("auto", 6, False), ("avx2", 3, True)]
+    assert told == [("compile", 1, 2)]
 
 
 def test_kernels_that_cannot_be_had_are_an_error_of_loading(
@@ -114,3 +122,13 @@ def test_a_cache_that_no_memory_can_hold_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(build, "free_bytes", lambda device: 999_999)
     with pytest.raises(ModelLoadError, match=r"kv_cache_bytes is 1,000,000, and 999,999 .* free"):
         build._num_blocks(tiny_model(), EngineConfig(kv_cache_bytes=1_000_000))
+
+
+def test_the_log_tells_what_auto_came_to(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="headway.engine.build")
+    config = EngineConfig(device="cpu", block_size=8, kv_cache_bytes=64 * 4096, num_threads=1)
+    build_engine(tiny_model(head_dim=16), (), config)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "kernels=reference compile=off num_threads=1 kv_cache_dtype=float32 kv_cache_tokens=512"
+    )

@@ -154,6 +154,6 @@ def test_too_many_threads_leave_the_reference(
         raise OSError("2 threads cannot be started")
 
     monkeypatch.setattr(native, "Team", refuse)
-    monkeypatch.setattr(native, "load_library", lambda choice: None)
+    monkeypatch.setattr(native, "load_library", lambda choice, progress: None)
     assert start_team("auto", 2) is None
     assert "2 threads cannot be started" in told(caplog)

@@ -25,7 +25,7 @@ def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> 
     shown = capsys.readouterr().out
     assert cli.main(["--help"]) == 0
     assert capsys.readouterr().out == shown
-    assert all(name in shown for name in cli.COMMANDS)
+    assert all(f"  {name} " in shown for name in cli.COMMANDS)
     assert max(map(len, shown.splitlines())) <= 80
 
 

@@ -28,12 +28,23 @@ def names(folder: Path) -> list[str]:
 
 
 def test_it_is_compiled_once(tmp_path: Path, small_sources: Path, compiler: list[str]) -> None:
-    path = build(LEVEL, tmp_path, sources=small_sources)
+    told: list[tuple[int, int]] = []
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        told.append((done_bytes, total_bytes))
+
+    path = build(LEVEL, tmp_path, sources=small_sources, progress=progress)
+    total = sum(path.stat().st_size for path in small_sources.glob("*.cpp"))
+    assert [told[0], told[-1]] == [(0, total), (total, total)]
+    assert told == sorted(set(told))
+    assert len(told) == 3
+    told.clear()
     key = path.parent.name
     assert names(tmp_path) == [f".{key}.lock", f"{key}/kernels.so"]
     before = path.stat()
-    assert build(LEVEL, tmp_path, sources=small_sources) == path
+    assert build(LEVEL, tmp_path, sources=small_sources, progress=progress) == path
     assert path.stat() == before
+    assert not told
 
 
 @pytest.mark.parametrize("num_left", [0, 100, -5000, -1])
