@@ -26,7 +26,7 @@ from headway.server.assembly import (
     assemble,
     make_engine,
 )
-from headway.server.commands.bench_output import STYLE, machine, shown, write_json
+from headway.server.commands.bench_output import STYLE, machine, report_console, shown, write_json
 from headway.server.commands.progress import progress_bars
 from headway.server.engine_bench import (
     CaseResult,
@@ -119,8 +119,8 @@ def bench_engine(config: BenchEngineConfig) -> int:
         first_tokens = measure_first_tokens(config, assembled, requests)
     memory = resident_bytes(peak=True) - bytes_before  # before the roofline's probes take theirs
     roofline = measure_roofline(assembled.loaded.model, assembled.settings.engine, cases)
-    Console().print(*_tables(cases, roofline))
-    Console().print(*_lines(first_tokens, memory), sep="\n")
+    report_console().print(*_tables(cases, roofline))
+    report_console().print(*_lines(first_tokens, memory), sep="\n")
     differences = _differences(outputs) if config.check_identical else []
     if config.json is not None:
         lone = {length: asdict(spread) for length, spread in first_tokens.items()}

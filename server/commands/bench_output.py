@@ -2,12 +2,14 @@
 
 import json
 import platform
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE
+from rich.console import Console
 
 from headway.engine.errors import UsageError
 from headway.engine.machine import usable_cores
@@ -40,3 +42,8 @@ def shown(number: float | None) -> str:
     if number is None:
         return "-"
     return f"{number:.{2 if number < 10 else 1 if number < 100 else 0}f}"
+
+
+def report_console() -> Console:
+    """A console for tables: as wide as the terminal, and wide enough for all figures in a file."""
+    return Console(width=None if sys.stdout.isatty() else 120)

@@ -20,7 +20,7 @@ from headway.engine.errors import InvalidRequest, UsageError
 from headway.protos import text_generation_pb2 as pb
 from headway.server.assembly import ModelSettings
 from headway.server.client import Client
-from headway.server.commands.bench_output import STYLE, machine, shown, write_json
+from headway.server.commands.bench_output import STYLE, machine, report_console, shown, write_json
 from headway.server.engine_bench import Prompt, pick, read_prompts
 from headway.server.local import child_server
 from headway.server.serve_bench import Answer, Load, first_difference, run_load, summarise
@@ -129,7 +129,7 @@ def bench_serve(config: BenchServeConfig) -> int:
         cases = _measure(config, address, requests, deadline, console)
     results = [case.result() for case in cases if case.runs]
     if results:
-        Console().print(_table(results))
+        report_console().print(_table(results))
     if config.json is not None:
         write_json(config.json, _record(config, model_name, results))
     return _report(console, cases, config.num_repeats)

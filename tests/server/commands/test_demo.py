@@ -10,7 +10,18 @@ from headway.server.commands.demo import Measured
 def test_demo_serves_asks_twice_and_compares(
     tiny_flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["demo", "--prompt=abcabcabc", "--max-new-tokens=60", *tiny_flags]) == 0
+    assert (
+        main(
+            [
+                "demo",
+                "--prompt=abcabcabc",
+                "--max-new-tokens=60",
+                "--engine.no-adaptive-drafts",
+                *tiny_flags,
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     rows = {
         line.split("\u2502")[1].strip(): line for line in shown.splitlines() if "\u2502" in line
