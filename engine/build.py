@@ -17,7 +17,7 @@ from headway.engine.errors import ModelLoadError
 from headway.engine.kv_cache import KVCache, block_bytes
 from headway.engine.machine import free_bytes, usable_cores
 from headway.engine.models.cache import Progress, no_progress
-from headway.engine.models.packed_modules import drop_pages, is_packed, use_team
+from headway.engine.models.packed_modules import drop_pages, rounds_inputs, use_team
 from headway.engine.runner import ModelRunner
 from headway.engine.stats import StepRecord
 from headway.engine.tree import Drafter
@@ -167,8 +167,8 @@ def resolve_cache_dtype(model: PreTrainedModel, config: EngineConfig) -> torch.d
     if config.kv_cache_dtype != "auto":
         dtype: torch.dtype = getattr(torch, config.kv_cache_dtype)
         return dtype
-    rounds = config.activations == "int8" and is_packed(model)
-    return torch.bfloat16 if rounds and model.dtype == torch.float32 else model.dtype
+    is_rounded = rounds_inputs(model) and model.dtype == torch.float32
+    return torch.bfloat16 if is_rounded else model.dtype
 
 
 def _default_cache_bytes(device: torch.device) -> int:

@@ -107,10 +107,12 @@ def use_team(model: nn.Module, team: Team | None) -> None:
             module.team = team
 
 
-def is_packed(model: nn.Module) -> bool:
-    """Whether a model has products with quantised weights."""
+def rounds_inputs(model: nn.Module) -> bool:
+    """Whether a model has products that round their inputs to int8."""
     return any(
-        isinstance(module, PackedLinear) and FORMATS[module.format].scale_bytes > 0
+        isinstance(module, PackedLinear)
+        and module.activations == "int8"
+        and FORMATS[module.format].scale_bytes > 0
         for module in model.modules()
     )
 
