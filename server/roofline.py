@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from headway.engine.build import resolve_cache_dtype
 from headway.engine.config import EngineConfig
 from headway.engine.kv_cache import block_bytes
+from headway.engine.machine import usable_cores
 from headway.server.engine_bench import CaseResult
 
 MIN_READ_BYTES = 64 << 20
@@ -100,6 +101,8 @@ def measure_roofline(
     if model.device.type != "cpu":
         return None
     work = model_work(model, resolve_cache_dtype(model, config))
+    # An engine with a team of its own leaves torch one thread.
+    torch.set_num_threads(config.num_threads or usable_cores())
     rates = measure_rates(work)
     return Roofline(work, rates, tuple(bound_of(work, rates, case) for case in cases))
 
